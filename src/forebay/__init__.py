@@ -1,0 +1,3 @@
+"""Forebay trains DFlash drafters."""
+
+__version__ = "0.1.0"
