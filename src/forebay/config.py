@@ -7,7 +7,9 @@ the target (the largest item in bytes, the layer ids' range) is checked by `flow
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -139,7 +141,7 @@ class LossConfig(Section):
         if self.gamma is not None:
             return self.gamma
         known = [(2, 1.0), (4, 2.0), (8, 4.0), (10, 5.0), (16, 7.0)]
-        for (b0, g0), (b1, g1) in zip(known, known[1:], strict=False):
+        for (b0, g0), (b1, g1) in itertools.pairwise(known):
             if block_size <= b1:
                 return g0 + (g1 - g0) * (block_size - b0) / (b1 - b0)
         return 7.0 * block_size / 16
@@ -352,11 +354,8 @@ def apply_overrides(values: dict[str, Any], overrides: list[str]) -> dict[str, A
             value = yaml.safe_load(text)
         except yaml.YAMLError:
             raise ConfigError(f"override '{item}': '{text}' is no YAML value") from None
-        if isinstance(value, str):  # YAML 1.1 reads 3e-4 as a string
-            try:
-                value = float(value)
-            except ValueError:
-                pass
+        if isinstance(value, str) and re.fullmatch(r"[-+]?[0-9.]+[eE][-+]?[0-9]+", value):
+            value = float(value)  # YAML 1.1 reads 3e-4 as a string
         node = out
         *path, last = key.split(".")
         for part in path:

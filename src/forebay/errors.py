@@ -45,6 +45,10 @@ class GuardError(ForebayError):
     """The trainer's forward and the serving loop disagree (guarantee G8)."""
 
 
+class Stopped(Exception):
+    """Raised in a waiting thread when the run has failed elsewhere: leave quietly, the first cause is kept."""
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """`` (nearest: 'x')`` for the known word most like `word`, or nothing."""
     found = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)

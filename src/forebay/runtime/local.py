@@ -1,0 +1,187 @@
+"""The local runtime: threads in one process, around the flow shell.
+
+Guarantees: the first failure is the one raised, and everyone else stops within seconds (G10). The order of an end is
+always the same: lease nothing more; finish and commit the window in hand; (the training loop's last act is the
+checkpoint); wake every waiter; join the threads, each with a deadline; hand back items never drawn. SIGINT or SIGTERM
+starts that order and leaves with a resumable run; a second signal stops at once. The watchdog names waits over ten
+seconds, returns the jobs of silent workers, and dumps all stacks when nothing has moved for `stall_s`.
+
+It computes nothing itself: what prepares, extracts and trains is handed in, so that `forebay bench flow` runs these
+same loops with timed waits. Called by `runtime.training` and `bench.flow`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from forebay.errors import ForebayError, Stopped
+from forebay.observe.clock import Clocks, WorkerClock
+from forebay.runtime.shell import FlowShell
+from forebay.runtime.turn import Turn
+from forebay.stages.extract import extract_loop
+from forebay.stages.prefetch import prefetch_loop
+
+JOIN_S = 30.0  # a thread that has not ended by then is named and left (it is a daemon)
+LONG_WAIT_S = 10.0
+
+
+class Watchdog:
+    """One thread that looks in once a second: expired leases, long waits, stalls, the status file."""
+
+    def __init__(
+        self,
+        shell: FlowShell,
+        clocks: Clocks,
+        *,
+        stall_s: float = 900.0,
+        say: Callable[[str], None] = print,
+        stacks: Path | None = None,
+        status: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._shell, self._clocks, self._say, self._status = shell, clocks, say, status
+        self._stall_s, self._stacks = stall_s, stacks
+        self._wake = threading.Event()
+        self._ended = False
+        self._stop_asked = False
+        self._said: set[tuple[str, float]] = set()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def ask_stop(self) -> None:
+        """Safe in a signal handler: takes no lock that the main thread may hold."""
+        self._stop_asked = True
+        self._wake.set()
+
+    def end(self) -> None:
+        self._ended = True
+        self._wake.set()
+        self._thread.join(JOIN_S)
+
+    def _watch(self) -> None:
+        dumped_at = 0.0
+        while True:
+            self._wake.wait(1.0)
+            self._wake.clear()
+            if self._ended:
+                return
+            if self._stop_asked and not self._shell.stopping:
+                self._shell.request_stop()
+            for lease in self._shell.expire_leases():
+                job = f"job {lease.job} of epoch {lease.epoch}"
+                self._say(f"target {lease.worker} was silent past its lease: {job} goes to another")
+            for worker in self._clocks.workers:
+                wait = worker.open
+                if wait is not None and (age := time.monotonic() - wait[1]) > LONG_WAIT_S:
+                    mark = (worker.name, wait[1])
+                    if mark not in self._said:
+                        self._said.add(mark)
+                        self._say(f"{worker.name} has been waiting {age:.0f} s for {wait[0]}")
+            still = time.monotonic() - self._shell.last_moved
+            if self._stacks is not None and still > self._stall_s and self._shell.last_moved != dumped_at:
+                dumped_at = self._shell.last_moved
+                with open(self._stacks, "a", encoding="utf-8") as file:
+                    faulthandler.dump_traceback(file, all_threads=True)
+                self._say(f"nothing has moved for {still:.0f} s: all stacks are in {self._stacks}")
+            self._status()
+
+
+@contextlib.contextmanager
+def signals(watchdog: Watchdog, say: Callable[[str], None]) -> Iterator[None]:
+    """First SIGINT/SIGTERM: stop in good order. Second: leave at once (128 + its number). Main thread only."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    seen = 0
+
+    def on_signal(number: int, frame: Any) -> None:
+        nonlocal seen
+        seen += 1
+        if seen > 1:
+            os._exit(128 + number)
+        os.write(2, b"\nstopping: finishing the window, then a checkpoint (a second signal stops at once)\n")
+        watchdog.ask_stop()
+
+    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def run_local(
+    shell: FlowShell,
+    *,
+    prepare: Callable[[tuple[int, int]], Any],
+    computes: Sequence[Callable[[Any], Any]],
+    train: Callable[[], None],
+    clocks: Clocks,
+    watchdog: Watchdog,
+    turn: Turn,
+    prefetch_threads: int = 1,
+    on_start: Callable[[str], None] = lambda role: None,
+    say: Callable[[str], None] = print,
+) -> list[Any]:
+    """Run the stages until `train` returns or something fails; returns the items that were never drawn.
+
+    `computes`: one callable per target worker, host batch -> item. `train` runs on the calling thread and draws from
+    the shell. `on_start(role)` is called first in every worker thread (thread counts). Raises the first failure.
+    """
+
+    def guarded(role: str, loop: Callable[[], None]) -> Callable[[], None]:
+        def body() -> None:
+            try:
+                on_start(role)
+                loop()
+            except Stopped:
+                pass
+            except BaseException as error:  # noqa: BLE001 - the first cause is kept and raised by the main thread
+                shell.fail(error)
+
+        return body
+
+    threads: list[threading.Thread] = []
+
+    def spawn(role: str, number: int, loop: Callable[[WorkerClock], None]) -> None:
+        name = f"{role} {number}"
+        clock = clocks.worker(role, name)
+        threads.append(threading.Thread(target=guarded(role, lambda: loop(clock)), name=name, daemon=True))
+
+    for number in range(prefetch_threads):
+        spawn("prefetch", number, lambda clock: prefetch_loop(shell, prepare, clock))
+    for number, compute in enumerate(computes):
+        spawn(
+            "target",
+            number,
+            lambda clock, number=number, compute=compute: extract_loop(number, shell, prepare, compute, turn, clock),
+        )
+    watchdog.start()
+    with signals(watchdog, say):
+        for thread in threads:
+            thread.start()
+        try:
+            guarded("drafter", train)()
+        finally:
+            shell.request_stop()
+            deadline = time.monotonic() + JOIN_S
+            for thread in threads:
+                thread.join(max(0.0, deadline - time.monotonic()))
+            watchdog.end()
+    left = [thread.name for thread in threads if thread.is_alive()]
+    if left:
+        say(f"left running (no answer within {JOIN_S:.0f} s): {', '.join(left)}")
+    if shell.cause is not None:
+        if isinstance(shell.cause, ForebayError):
+            raise shell.cause
+        raise RuntimeError(f"the run failed: {shell.cause!r}") from shell.cause
+    return shell.items_left()

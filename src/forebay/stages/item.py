@@ -1,0 +1,83 @@
+"""An item: a job's packed tokens and hidden states, in a slot of a preallocated pool.
+
+Guarantees: the pool never holds more slots than the byte budget has room for, every slot has the one fixed shape, a
+slot is given back exactly once. Called by the target workers (acquire) and the drafter workers (release).
+
+Shapes: T `token_budget`, F = captured layers x hidden, H hidden.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+import torch
+
+from forebay.data.pack import HostBatch
+
+
+@dataclass(slots=True)
+class Slot:
+    """The memory of one item."""
+
+    features: torch.Tensor  # [T, F]
+    last_hidden: torch.Tensor | None  # [T, H], before the target's final norm; only for losses that need it
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in (self.features, self.last_hidden) if t is not None)
+
+
+@dataclass(slots=True)
+class Item:
+    """What waits in the buffer and what a drafter trains on."""
+
+    batch: HostBatch
+    slot: Slot
+
+    @property
+    def nbytes(self) -> int:
+        return self.slot.nbytes + self.batch.nbytes
+
+
+class SlotPool:
+    """Slots of one shape, allocated when first needed, at most `capacity` of them, reused for ever."""
+
+    def __init__(
+        self,
+        capacity: int,
+        tokens: int,
+        features: int,
+        hidden: int | None,
+        dtype: torch.dtype,
+        pinned: bool = False,
+    ) -> None:
+        """`hidden`: width of the last hidden state, or None where no loss needs it. `pinned`: for copies to a GPU."""
+        self._capacity = capacity
+        self._shape = (tokens, features, hidden)
+        self._dtype, self._pinned = dtype, pinned
+        self._free: list[Slot] = []
+        self._made = 0
+        self._lock = threading.Lock()
+
+    def acquire(self) -> Slot:
+        """A slot of zeros or of old values (padding is never read). Its room was leased, so there is always one."""
+        with self._lock:
+            if self._free:
+                return self._free.pop()
+            assert self._made < self._capacity, f"more than {self._capacity} slots in use: a lease took no room"
+            self._made += 1
+        tokens, features, hidden = self._shape
+
+        def new(width: int) -> torch.Tensor:
+            return torch.zeros(tokens, width, dtype=self._dtype, pin_memory=self._pinned)
+
+        return Slot(new(features), None if hidden is None else new(hidden))
+
+    def release(self, slot: Slot) -> None:
+        with self._lock:
+            self._free.append(slot)
+
+    @property
+    def made(self) -> int:
+        return self._made

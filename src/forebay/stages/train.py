@@ -1,0 +1,200 @@
+"""The drafter worker: draw a window -> forward and backward per item -> one step -> commit.
+
+Guarantees: the gradient of a step is that of one big batch of the window's items, however they are dealt to replicas
+(G6): every item's loss is divided by the window's weight sum, known before the first backward; replicas accumulate
+without talking and their gradients are summed once, in replica order. A step whose gradient is not finite is not
+taken and its window is skipped. An item's room is freed after its own micro-step. Called by `runtime.training`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from forebay.config import OptimConfig
+from forebay.errors import ForebayError
+from forebay.observe.clock import WorkerClock
+
+
+def learning_rate(step: int, total: int, optim: OptimConfig) -> float:
+    """Rate of optimizer step `step` (0-based) of `total`: linear warm-up, then cosine, at its minimum on the last step.
+
+    Source: DFlash (arXiv 2602.06036): cosine with 4 % warm-up.
+    """
+    warmup = round(optim.warmup_share * total)
+    if step < warmup:
+        return optim.lr * (step + 1) / warmup
+    progress = min(1.0, (step - warmup) / max(1, total - 1 - warmup))
+    low = optim.lr * optim.min_lr_share
+    return low + (optim.lr - low) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+class Replica(Protocol):
+    """One drafter on one device."""
+
+    module: torch.nn.Module
+
+    def micro_step(self, item: Any, scale: float) -> dict[str, torch.Tensor]:
+        """Forward and backward of one item, its loss sum multiplied by `scale`; returns sums (detached)."""
+        ...
+
+    def refresh(self) -> None:
+        """The masters changed: renew what was derived from them."""
+        ...
+
+
+@dataclass
+class Outcome:
+    """What one window gave."""
+
+    finite: bool
+    loss: float
+    grad_norm: float
+    lr: float
+    sums: dict[str, torch.Tensor] = field(default_factory=dict)
+    tokens: int = 0
+    slots: int = 0
+
+
+class DrafterStep:
+    """Turns windows into optimizer steps, over one or several replicas with equal weights."""
+
+    def __init__(self, replicas: Sequence[Replica], optim: OptimConfig, total_steps: int) -> None:
+        self.replicas = list(replicas)
+        self.optim, self.total_steps = optim, total_steps
+        self.taken = 0  # optimizer steps in the weights
+        self.bad_in_a_row = 0
+        lead = self.replicas[0].module
+        self.parameters = [p for p in lead.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(
+            self.parameters, lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay, fused=True
+        )
+        self._pool = ThreadPoolExecutor(len(self.replicas), "drafter") if len(self.replicas) > 1 else None
+
+    def accumulate(
+        self, parts: list[list[Any]], turn: Callable[..., Any], clock: WorkerClock, release: Callable[[Any], None]
+    ) -> tuple[float, dict[str, torch.Tensor]]:
+        """Gradients of the whole window on the lead replica; returns (weight sum, metric sums)."""
+        weight_sum = sum(item.batch.weight_sum for part in parts for item in part)
+        scale = 1.0 / weight_sum if weight_sum > 0 else 0.0
+
+        def run(replica: Replica, part: list[Any]) -> list[dict[str, torch.Tensor]]:
+            sums = []
+            while part:
+                with turn(clock), clock.busy():
+                    sums.append(replica.micro_step(part[0], scale))
+                release(part.pop(0))
+            return sums
+
+        if self._pool is None:
+            per_item = run(self.replicas[0], parts[0])
+        else:
+            futures = [self._pool.submit(run, r, p) for r, p in zip(self.replicas, parts, strict=True)]
+            per_item = [sums for future in futures for sums in future.result()]
+            self._sum_gradients()
+        totals: dict[str, torch.Tensor] = {}
+        for sums in per_item:
+            for name, value in sums.items():
+                value = value.to("cpu") if len(self.replicas) > 1 else value
+                totals[name] = value if name not in totals else totals[name] + value
+        return weight_sum, totals
+
+    def _sum_gradients(self) -> None:
+        others = [[p for p in r.module.parameters() if p.requires_grad] for r in self.replicas[1:]]
+        for index, lead in enumerate(self.parameters):
+            for replica in others:
+                gradient = replica[index].grad
+                if gradient is not None:
+                    moved = gradient.to(lead.device)
+                    lead.grad = moved.clone() if lead.grad is None else lead.grad.add_(moved)
+                    replica[index].grad = None
+
+    def step(
+        self, parts: list[list[Any]], turn: Callable[..., Any], clock: WorkerClock, release: Callable[[Any], None]
+    ) -> Outcome:
+        """Train one window. A step with a non-finite gradient is not taken (`finite` False)."""
+        tokens = sum(item.batch.job.real_tokens for part in parts for item in part)
+        slots = sum(item.batch.n_slots for part in parts for item in part)
+        weight_sum, sums = self.accumulate(parts, turn, clock, release)
+        with turn(clock), clock.busy():
+            norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.optim.clip, foreach=True)
+            grad_norm = float(norm)
+            loss = float(sums["loss"]) / max(weight_sum, 1e-30) if "loss" in sums else 0.0
+            rate = learning_rate(self.taken, self.total_steps, self.optim)
+            finite = math.isfinite(grad_norm) and math.isfinite(loss)
+            if finite:
+                for group in self.optimizer.param_groups:
+                    group["lr"] = rate
+                self.optimizer.step()
+                self.taken += 1
+                self._broadcast()
+            self.optimizer.zero_grad(set_to_none=True)
+        self.bad_in_a_row = 0 if finite else self.bad_in_a_row + 1
+        return Outcome(finite, loss, grad_norm, rate, sums, tokens, slots)
+
+    def _broadcast(self) -> None:
+        with torch.no_grad():
+            for replica in self.replicas[1:]:
+                for lead, own in zip(self.replicas[0].module.parameters(), replica.module.parameters(), strict=True):
+                    own.copy_(lead)
+        for replica in self.replicas:
+            replica.refresh()
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown()
+
+    # -- checkpoint --------------------------------------------------------------------------------------------------
+
+    def optimizer_tensors(self) -> dict[str, torch.Tensor]:
+        """Optimizer state by parameter name, CPU copies."""
+        names = [n for n, p in self.replicas[0].module.named_parameters() if p.requires_grad]
+        out = {}
+        for name, parameter in zip(names, self.parameters, strict=True):
+            state = self.optimizer.state.get(parameter, {})
+            for key in ("exp_avg", "exp_avg_sq"):
+                if key in state:
+                    out[f"{key}.{name}"] = state[key].detach().to("cpu", copy=True)
+        return out
+
+    def restore(self, tensors: dict[str, torch.Tensor], taken: int) -> None:
+        """Put back what `optimizer_tensors` gave after `taken` steps."""
+        self.taken = taken
+        names = [n for n, p in self.replicas[0].module.named_parameters() if p.requires_grad]
+        for name, parameter in zip(names, self.parameters, strict=True):
+            if f"exp_avg.{name}" in tensors:
+                self.optimizer.state[parameter] = {
+                    "step": torch.tensor(float(taken)),
+                    "exp_avg": tensors[f"exp_avg.{name}"].to(parameter.device, copy=True),
+                    "exp_avg_sq": tensors[f"exp_avg_sq.{name}"].to(parameter.device, copy=True),
+                }
+
+
+def train_loop(
+    flow: Any,
+    drafter: DrafterStep,
+    turn: Callable[..., Any],
+    clock: WorkerClock,
+    release: Callable[[Any], None],
+    after_step: Callable[[Any, Outcome], None],
+) -> None:
+    """Until everything is trained or a stop is asked for: draw a window, step, commit (or skip), tell `after_step`."""
+    while (drawn := flow.draw(clock)) is not None:
+        window, parts = drawn
+        outcome = drafter.step(parts, turn, clock, release)
+        if outcome.finite:
+            flow.commit(window)
+        else:
+            flow.skip(window, f"loss {outcome.loss}, gradient norm {outcome.grad_norm}")
+            if drafter.bad_in_a_row >= drafter.optim.max_bad_steps:
+                raise ForebayError(
+                    f"{drafter.bad_in_a_row} steps in a row were not finite (optim.max_bad_steps "
+                    f"{drafter.optim.max_bad_steps}), last at step {window.step}, jobs {sorted(window.jobs)}: "
+                    f"lower optim.lr or look at those rows; the last checkpoint is whole"
+                )
+        after_step(window, outcome)
