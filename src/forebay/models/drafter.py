@@ -1,0 +1,153 @@
+"""The DFlash drafter: a few Qwen3-style layers whose queries are blocks of slots and whose keys also span the context.
+
+Guarantees: parameter names are those of the z-lab layout (`fc`, `hidden_norm`, `norm`, `layers.N....`); masters keep
+the dtype they were built with (fp32), and the forward pass computes in the dtype of the features it is given. The
+embedding and the head are the target's: they come in as tensors, are never owned, and never reach the state dict.
+Every parameter is trained. Called by `models.step` and the guard; served drafters live in `decode/`, apart from this.
+
+Legend: T context tokens, K captured layers, A anchors, B slots of a block, H hidden size.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from forebay.models.attention import BlockView, attend
+from forebay.models.spec import DrafterSpec
+
+
+class Linear(nn.Module):
+    """`x @ weight.T` in the dtype of `x`; the weight keeps its own."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs, inputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype))
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+
+
+class Attention(nn.Module):
+    def __init__(self, spec: DrafterSpec) -> None:
+        super().__init__()
+        self.head_dim = spec.head_dim
+        self.q_proj = Linear(spec.hidden_size, spec.heads * spec.head_dim)
+        self.k_proj = Linear(spec.hidden_size, spec.kv_heads * spec.head_dim)
+        self.v_proj = Linear(spec.hidden_size, spec.kv_heads * spec.head_dim)
+        self.o_proj = Linear(spec.heads * spec.head_dim, spec.hidden_size)
+        self.q_norm = RMSNorm(spec.head_dim, spec.rms_eps)
+        self.k_norm = RMSNorm(spec.head_dim, spec.rms_eps)
+
+    def forward(self, x: Tensor, context: Tensor, rope: tuple[Tensor, Tensor], view: BlockView, layer: int) -> Tensor:
+        """x [A*B, H] (normed slots), context [T, H] -> [A*B, H]. `rope` covers context rows, then slots."""
+        cos, sin = rope
+        rows = torch.cat([context, x])
+        q = rotate(self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim))), cos[-len(x) :], sin[-len(x) :])
+        k = rotate(self.k_norm(self.k_proj(rows).unflatten(-1, (-1, self.head_dim))), cos, sin)
+        v = self.v_proj(rows).unflatten(-1, (-1, self.head_dim))
+        return self.o_proj(attend(q, k, v, view, layer))
+
+
+class FeedForward(nn.Module):
+    def __init__(self, spec: DrafterSpec) -> None:
+        super().__init__()
+        self.gate_proj = Linear(spec.hidden_size, spec.intermediate_size)
+        self.up_proj = Linear(spec.hidden_size, spec.intermediate_size)
+        self.down_proj = Linear(spec.intermediate_size, spec.hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nn.Module):
+    def __init__(self, spec: DrafterSpec) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(spec.hidden_size, spec.rms_eps)
+        self.self_attn = Attention(spec)
+        self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_eps)
+        self.mlp = FeedForward(spec)
+
+    def forward(self, x: Tensor, context: Tensor, rope: tuple[Tensor, Tensor], view: BlockView, layer: int) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), context, rope, view, layer)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Drafter(nn.Module):
+    """Weights are uninitialised until `models.init` fills them or a state dict is loaded."""
+
+    def __init__(self, spec: DrafterSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.fc = Linear(spec.feature_size, spec.hidden_size)
+        self.hidden_norm = RMSNorm(spec.hidden_size, spec.rms_eps)
+        self.layers = nn.ModuleList(Layer(spec) for _ in range(spec.layers))
+        self.norm = RMSNorm(spec.hidden_size, spec.rms_eps)
+
+    def forward(
+        self,
+        features: Tensor,
+        positions: Tensor,
+        anchor_positions: Tensor,
+        anchor_embeds: Tensor,
+        mask_embed: Tensor,
+        view: BlockView,
+    ) -> Tensor:
+        """Hidden states of every slot, ready for the head: [A, B, H].
+
+        features [T, K*H], positions [T], anchor_positions [A], anchor_embeds [A, H] and mask_embed [H] (embedding scale
+        applied), view: what each block sees (`attention.block_view`).
+        """
+        spec, dtype = self.spec, features.dtype
+        blocks = len(anchor_positions)
+        slot_positions = anchor_positions[:, None] + torch.arange(spec.block_size, device=positions.device)
+        rope = rope_table(torch.cat([positions, slot_positions.flatten()]), spec, dtype)
+        masks = mask_embed.to(dtype).expand(blocks, spec.block_size - 1, -1)
+        x = torch.cat([anchor_embeds.to(dtype)[:, None], masks], dim=1).flatten(0, 1)
+        context = self.hidden_norm(self.fc(features))
+        for i, layer in enumerate(self.layers):
+            x = layer(x, context, rope, view, i)
+        return self.norm(x).unflatten(0, (blocks, spec.block_size))
+
+
+def rope_table(positions: Tensor, spec: DrafterSpec, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin [P, 1, head_dim / 2] of the spec's rope at `positions` [P], computed in fp32 (fp64 for fp64)."""
+    exact = torch.float64 if dtype == torch.float64 else torch.float32
+    angles = positions.to(exact)[:, None] * rope_frequencies(spec).to(positions.device, exact)
+    return angles.cos()[:, None].to(dtype), angles.sin()[:, None].to(dtype)
+
+
+def rope_frequencies(spec: DrafterSpec) -> Tensor:
+    """Angle per position of each pair of channels, fp32 [head_dim / 2]."""
+    rope = spec.rope
+    steps = torch.arange(0, spec.head_dim, 2, dtype=torch.int64).float() / spec.head_dim
+    plain = 1.0 / (rope["rope_theta"] ** steps)
+    if rope["rope_type"] == "linear":
+        return plain / rope["factor"]
+    if rope["rope_type"] == "llama3":
+        # Slow channels are stretched by `factor`, fast ones kept, those in between blended by how often they turn
+        # within the original context.
+        turns = rope["original_max_position_embeddings"] * plain / (2 * math.pi)
+        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+        kept = ((turns - low) / (high - low)).clamp(0, 1)
+        return kept * plain + (1 - kept) * plain / rope["factor"]
+    return plain
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate channel i with channel i + D/2: x [P, heads, D], cos and sin [P, 1, D/2]."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)

@@ -1,0 +1,96 @@
+"""First weights of a drafter: random, or taken from its target's own layers.
+
+Guarantees: random weights are a function of the seed alone; weights from a target are copied only where name and shape
+match, and what could not be copied is said. Called by `stages.train` before the first step; warm starts from exported
+drafters go through `io.formats`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from forebay.errors import ConfigError
+from forebay.models.drafter import Drafter
+
+#: Standard deviation of random matrices.
+INIT_STD = 0.02
+
+PROJECTIONS = (
+    "self_attn.q_proj",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "self_attn.o_proj",
+    "mlp.gate_proj",
+    "mlp.up_proj",
+    "mlp.down_proj",
+)
+NORMS = ("input_layernorm", "post_attention_layernorm")
+
+
+@torch.no_grad()
+def init_random(drafter: Drafter, seed: int) -> None:
+    """Matrices normal with deviation 0.02 in the order of their names; norms one."""
+    generator = torch.Generator().manual_seed(seed)
+    for _, parameter in sorted(drafter.named_parameters()):
+        if parameter.ndim == 1:
+            parameter.fill_(1.0)
+        else:
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * INIT_STD)
+
+
+@torch.no_grad()
+def init_from_target(
+    drafter: Drafter,
+    layers: Mapping[int, Mapping[str, Tensor]],
+    ids: tuple[int, ...] | None = None,
+    *,
+    norm_offset: float = 0.0,
+) -> list[str]:
+    """Copy target layers into the draft layers; `fc` starts as the last captured layer. Returns notices.
+
+    `layers` maps a target layer's id to its state dict (names as in a Llama layer). `ids` names one target layer for
+    each draft layer; by default the target's last ones. `norm_offset` is 1 for targets whose norms multiply by
+    1 + weight. Call `init_random` first: what is not copied keeps its value.
+
+    A drafter normalises queries and keys per head where most targets do not. Its q and k norms then start at the size
+    that the copied projections give to unit-variance inputs, so attention starts about as sharp as the target's.
+    """
+    spec = drafter.spec
+    chosen = ids or tuple(range(spec.num_target_layers - spec.layers, spec.num_target_layers))
+    if len(chosen) != spec.layers:
+        raise ConfigError(f"{len(chosen)} target layers given for {spec.layers} draft layers: name one for each")
+    notices = []
+    for draft, source in zip(drafter.layers, chosen, strict=True):
+        if source not in layers:
+            raise ConfigError(f"init_target_layers names {source}: valid 0..{spec.num_target_layers - 1} for this target")
+        state, own = layers[source], dict(draft.named_parameters())
+        missed = []
+        for name in (*PROJECTIONS, *NORMS, "self_attn.q_norm", "self_attn.k_norm"):
+            given, mine = state.get(f"{name}.weight"), own[f"{name}.weight"]
+            if given is not None and given.shape == mine.shape:
+                mine.copy_(given.float() + (norm_offset if given.ndim == 1 else 0.0))
+            elif not name.endswith(("q_norm", "k_norm")):
+                missed.append(name)
+            else:
+                projection = own[f"{name.replace('_norm', '_proj')}.weight"]
+                mine.copy_(_head_size(projection, own["input_layernorm.weight"], len(mine)))
+        if missed:
+            notices.append(f"target layer {source} gives no {', '.join(missed)} of the drafter's shape: left random")
+    width = spec.target_hidden_size
+    if width == spec.hidden_size:
+        drafter.fc.weight.zero_()
+        drafter.fc.weight[:, -width:].copy_(torch.eye(width))
+    drafter.hidden_norm.weight.copy_(torch.stack([x.input_layernorm.weight for x in drafter.layers]).mean(0))
+    return notices
+
+
+def _head_size(projection: Tensor, norm: Tensor, head_dim: int) -> Tensor:
+    """Expected size of each head channel [D] of a projection [heads * D, H] of a normed, isotropic input."""
+    power = (projection * norm).square().sum(1).view(-1, head_dim).mean(0)
+    # Rotated pairs of channels share their size, else the rotation would not commute with it.
+    half = head_dim // 2
+    paired = (power[:half] + power[half : 2 * half]) / 2
+    return torch.cat([paired, paired]).sqrt()
