@@ -1,4 +1,4 @@
-"""The drafter as an engine would run it: built from an exported folder alone, with its context's keys and values cached.
+"""The drafter as an engine runs it: built from an exported folder alone, its context's keys and values cached.
 
 Guarantees: reads only the exported z-lab layout (`config.json` and the tensors beside it) and shares no code with the
 trainer's forward, so that a difference between what is trained and what is served shows (guarantee G8). Positions are
@@ -60,7 +60,7 @@ class ServedDrafter:
         device: str | torch.device = "cpu",
     ) -> None:
         """Raises ContractError where the configuration leaves open what must never be guessed."""
-        self.config = dict(config)
+        self.config, self.tensors = dict(config), dict(tensors)
         dflash = dict(config.get("dflash_config") or {})
         for name in ("target_layer_ids", "mask_token_id"):
             if dflash.get(name) is None:

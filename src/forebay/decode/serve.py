@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from forebay.decode.drafter import Context, ServedDrafter
 from forebay.decode.target_side import TargetSide
@@ -26,9 +26,9 @@ from forebay.errors import UsageError
 class Generation:
     """What one prompt gave. Token i of `verified` follows `prompt + verified[:i]`.
 
-    A round is *whole* if the text did not end inside it before the first rejection. The round in which
-    `max_new_tokens` is passed is whole (the target judged all of it): `tokens` is cut, `verified` is not.
-    A round that the end-of-text token cuts is not in `accepted`; `cut_rounds` counts it.
+    A round is *whole* unless the text ended in it: what would have followed the end of text cannot be judged, whether
+    the drafter foresaw the end or not. Such a round is not in `accepted`; `cut_rounds` counts it. The round in which
+    `max_new_tokens` is passed is whole (the target judged all of it): `tokens` is cut there, `verified` is not.
     """
 
     prompt: list[int]
@@ -176,18 +176,16 @@ class _Batch:
         return torch.multinomial(shares.flatten(0, -2), 1, generator=self.generator).view(shares.shape[:-1])
 
     def _record(self, row: Generation, accepted: int, drafts: list[int], margins: list[float], token: int) -> None:
-        new = drafts[:accepted]
+        new = [*drafts[:accepted], token]
         ended = next((i for i, t in enumerate(new) if t in self.eos), None)
-        if ended is not None:
+        if self.drafter is not None and ended is not None:
             row.cut_rounds += 1
-            row.verified += new[: ended + 1]
-            return
-        if self.drafter is not None:
+        elif self.drafter is not None:
             row.starts.append(len(row.prompt) + len(row.verified) - 1)
             row.accepted.append(accepted)
             row.drafts.append(drafts)
             row.margins.append(margins)
-        row.verified += [*new, token]
+        row.verified += new if ended is None else new[: ended + 1]
 
     def _finished(self, row: Generation) -> bool:
         if row.verified[-1] in self.eos:

@@ -49,7 +49,7 @@ class TargetSide:
         types = set(getattr(config, "layer_types", None) or ["full_attention"])
         self.window: int | None = None
         sliding = {kind for kind in types if "sliding" in kind or "chunked" in kind}
-        if sliding or getattr(config, "sliding_window", None) and not hasattr(config, "layer_types"):
+        if sliding or (getattr(config, "sliding_window", None) and not hasattr(config, "layer_types")):
             self.window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
         plain = {"full_attention"} | sliding
         self.reread = bool(types - plain) or bool(getattr(model, "_is_stateful", False))
