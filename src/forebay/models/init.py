@@ -65,7 +65,7 @@ def init_from_target(
     notices = []
     for draft, source in zip(drafter.layers, chosen, strict=True):
         if source not in layers:
-            raise ConfigError(f"init_target_layers names {source}: valid 0..{spec.num_target_layers - 1} for this target")
+            raise ConfigError(f"init_target_layers names {source}: valid 0..{spec.num_target_layers - 1} here")
         state, own = layers[source], dict(draft.named_parameters())
         missed = []
         for name in (*PROJECTIONS, *NORMS, "self_attn.q_norm", "self_attn.k_norm"):

@@ -38,6 +38,7 @@ class FrozenHead:
     row_of: Tensor | None = None  # [vocabulary] row of each token id, -1 where it was left out
     scale: float = 1.0
     softcap: float | None = None
+    bias: Tensor | None = None  # [vocabulary]
     norm: Callable[[Tensor], Tensor] | None = None
 
     @classmethod
@@ -48,20 +49,24 @@ class FrozenHead:
         kept: Tensor | None = None,
         scale: float = 1.0,
         softcap: float | None = None,
+        bias: Tensor | None = None,
         norm: Callable[[Tensor], Tensor] | None = None,
     ) -> FrozenHead:
         """Cast once, and copy the kept rows once."""
         weight = weight.detach().to(dtype)
+        bias = None if bias is None else bias.detach().to(dtype)
         if kept is None:
-            return cls(weight, weight, None, None, scale, softcap, norm)
+            return cls(weight, weight, None, None, scale, softcap, bias, norm)
         kept = kept.to(weight.device, torch.int64)
         row_of = torch.full((len(weight),), -1, dtype=torch.int64, device=weight.device)
         row_of[kept] = torch.arange(len(kept), device=weight.device)
-        return cls(weight, weight[kept].contiguous(), kept, row_of, scale, softcap, norm)
+        return cls(weight, weight[kept].contiguous(), kept, row_of, scale, softcap, bias, norm)
 
-    def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """[C, H] -> [C, rows of `weight`], scaled and soft-capped as the target does."""
-        out = hidden @ weight.T
+    def logits(self, hidden: Tensor, kept: bool = True) -> Tensor:
+        """[C, H] -> [C, V] (`kept`) or [C, vocabulary], scaled and soft-capped as the target does."""
+        out = hidden @ (self.rows if kept else self.weight).T
+        if self.bias is not None:
+            out += self.bias if self.kept is None or not kept else self.bias[self.kept]
         if self.scale != 1.0:
             out *= self.scale
         if self.softcap is not None:
@@ -145,7 +150,7 @@ class SlotLosses(torch.autograd.Function):
         slopes = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         for begin in range(0, count, chunk):
             part = slice(begin, min(begin + chunk, count))
-            logits = head.logits(hidden[part], head.rows).to(exact)
+            logits = head.logits(hidden[part]).to(exact)
             bent = None if head.softcap is None or slopes is None else 1 - (logits / head.softcap) ** 2
             wanted = labels[part]
             target = None
@@ -179,7 +184,7 @@ def _target_logits(last: Tensor | None, part: slice, head: FrozenHead) -> Tensor
             "this loss reads the target's distribution, but the items carry no last hidden state or the head has no "
             "final norm: capture it (loss.needs_last_hidden) or train with ce on the data's tokens"
         )
-    return head.logits(head.norm(last[part].to(head.weight.dtype)), head.weight)
+    return head.logits(head.norm(last[part].to(head.weight.dtype)), kept=False)
 
 
 def _chunk_losses(

@@ -47,6 +47,21 @@ class Borrowed:
     head: FrozenHead
     embed_scale: float = 1.0
 
+    @classmethod
+    def of(cls, target: Any, dtype: torch.dtype, kept: Tensor | None = None) -> Borrowed:
+        """From a loaded `models.target.Target`. `kept`: token ids of a shortlist or a reduced draft vocabulary."""
+        facts = target.facts
+        head = FrozenHead.build(
+            target.head_weight,
+            dtype,
+            kept,
+            scale=facts.logit_scale,
+            softcap=facts.logit_softcap,
+            bias=target.head_bias,
+            norm=target.final_norm,
+        )
+        return cls(target.embed_weight.detach(), head, facts.embed_scale)
+
 
 def slot_states(
     drafter: Drafter, batch: Batch, features: Tensor, borrowed: Borrowed, dtype: torch.dtype = torch.float32
