@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,7 +32,7 @@ def batch(tokens, documents, anchors, slots, labels, weights, sources):
     """A packed item from plain lists."""
     documents = np.asarray(documents)
     cuts = [0, *(np.flatnonzero(np.diff(documents)) + 1), len(documents)]
-    starts = np.concatenate([np.full(b - a, a) for a, b in zip(cuts, cuts[1:], strict=False)])
+    starts = np.concatenate([np.full(b - a, a) for a, b in pairwise(cuts)])
     return SimpleNamespace(
         tokens=np.asarray(tokens),
         positions=np.arange(len(tokens)) - starts,
