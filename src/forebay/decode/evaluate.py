@@ -166,7 +166,7 @@ def _plain_generation(model: Any, config: GenerationConfig) -> Iterator[None]:
 def compare(
     target: TargetSide, generations: Sequence[Generation], expected: Sequence[Sequence[int]]
 ) -> list[dict[str, Any]]:
-    """The prompts whose tokens differ from the reference: where first, both tokens, the gap, whether it is a near-tie."""
+    """The prompts whose tokens differ from the reference: where first, both tokens, the gap, whether it is a tie."""
     differing = []
     for index, (ours, theirs) in enumerate(zip(generations, expected, strict=True)):
         if ours.tokens == list(theirs):
