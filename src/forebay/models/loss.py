@@ -194,38 +194,34 @@ def _chunk_losses(
 
     `row` is the label's row, -1 for a label outside the kept vocabulary: never a hit, no gradient from its ce.
     """
-    inside = row >= 0
+    inside = (row >= 0).to(logits.dtype)
     at = row.clamp_min(0)[:, None]
     top = logits.amax(-1)
     own = logits.gather(1, at)[:, 0]
-    hit = (own == top) & inside
+    hit = (own == top) & (row >= 0)
     q = torch.softmax(logits, -1)
     # The largest probability is at least 1/V, so this log is safe where log q[label] would not be.
     log_sum = top - q.amax(-1).log()
     ce = (log_sum - own) * inside
-    loss, slope = ce * terms.ce, q
-    confidence = (-ce).exp() * inside
-    if target is not None and (terms.kl or terms.tv):
-        log_p = target.log_softmax(-1)
-        p = log_p.exp()
-        slope = torch.zeros_like(q) if not terms.ce else q * (terms.ce * inside)[:, None]
-        if terms.kl:
-            loss = loss + terms.kl * (p * (log_p - logits)).sum(-1).add_(log_sum)
-            slope.add_(q, alpha=terms.kl).sub_(p, alpha=terms.kl)
-        if terms.tv:
-            distance = (p - q).abs().sum(-1) / 2
-            loss = loss + terms.tv * distance
-            sign = torch.sign(q - p)
-            slope.add_(q * (sign - (q * sign).sum(-1, keepdim=True)), alpha=terms.tv / 2)
-        if not terms.ce:
-            confidence = 1 - (p - q).abs().sum(-1) / 2
-        else:
-            slope.scatter_add_(1, at, -(terms.ce * inside).to(slope.dtype)[:, None])
+    loss, confidence = ce * terms.ce, (-ce).exp() * inside
+    if target is None or not (terms.kl or terms.tv):
+        slope = q.scatter_add_(1, at, torch.full_like(at, -1.0, dtype=q.dtype))
+        if narrowed or terms.ce != 1.0:
+            slope.mul_((terms.ce * inside)[:, None])
         return loss, confidence, hit, slope
-    slope = slope.scatter_add_(1, at, torch.full_like(own, -1.0)[:, None])
-    if narrowed or terms.ce != 1.0:
-        slope = slope.mul_((terms.ce * inside).to(slope.dtype)[:, None])
-    return loss, confidence, hit, slope
+    log_p = target.log_softmax(-1)
+    p = log_p.exp()
+    slope = q * (terms.ce * inside)[:, None]
+    slope.scatter_add_(1, at, -(terms.ce * inside)[:, None])
+    if terms.kl:
+        loss = loss + terms.kl * (p * (log_p - logits)).sum(-1).add_(log_sum)
+        slope.add_(q, alpha=terms.kl).sub_(p, alpha=terms.kl)
+    distance = (p - q).abs().sum(-1) / 2
+    if terms.tv:
+        loss = loss + terms.tv * distance
+        sign = torch.sign(q - p)
+        slope.add_(q * (sign - (q * sign).sum(-1, keepdim=True)), alpha=terms.tv / 2)
+    return loss, confidence if terms.ce else 1 - distance, hit, slope
 
 
 def block_loss(
