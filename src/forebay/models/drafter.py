@@ -3,7 +3,7 @@
 Guarantees: parameter names are those of the z-lab layout (`fc`, `hidden_norm`, `norm`, `layers.N....`); masters keep
 the dtype they were built with (fp32), and the forward pass computes in the dtype of the features it is given. The
 embedding and the head are the target's: they come in as tensors, are never owned, and never reach the state dict.
-Every parameter is trained. Called by `models.step` and the guard; served drafters live in `decode/`, apart from this.
+Every parameter is trained; the only buffers are the map of a reduced vocabulary. Called by `models.step` and the guard; served drafters live in `decode/`, apart from this.
 
 Legend: T context tokens, K captured layers, A anchors, B slots of a block, H hidden size.
 """
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from forebay.models.attention import BlockView, attend
 from forebay.models.spec import DrafterSpec
+from forebay.models.vocabulary import kept_of, map_tensors, require_same
 
 
 class Linear(nn.Module):
@@ -96,6 +97,24 @@ class Drafter(nn.Module):
         self.hidden_norm = RMSNorm(spec.hidden_size, spec.rms_eps)
         self.layers = nn.ModuleList(Layer(spec) for _ in range(spec.layers))
         self.norm = RMSNorm(spec.hidden_size, spec.rms_eps)
+        if spec.draft_vocab_size is not None:
+            self.register_buffer("d2t", torch.zeros(spec.draft_vocab_size, dtype=torch.int64))
+            self.register_buffer("t2d", torch.zeros(spec.vocab_size, dtype=torch.bool))
+
+    @property
+    def kept(self) -> Tensor | None:
+        """Token ids of the reduced draft vocabulary, or None for the full one."""
+        size = self.spec.draft_vocab_size
+        return None if size is None else kept_of(dict(self.named_buffers()), size, self.spec.vocab_size)
+
+    def set_vocabulary(self, kept: Tensor) -> None:
+        """Store a reduced vocabulary. A drafter that has one refuses another."""
+        if self.t2d.any():
+            require_same(self.kept, kept)
+        tensors = map_tensors(kept.cpu(), self.spec.vocab_size)
+        kept_of(tensors, len(self.d2t), len(self.t2d))
+        for name, tensor in tensors.items():
+            getattr(self, name).copy_(tensor)
 
     def forward(
         self,

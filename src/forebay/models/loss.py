@@ -38,8 +38,8 @@ class FrozenHead:
     row_of: Tensor | None = None  # [vocabulary] row of each token id, -1 where it was left out
     scale: float = 1.0
     softcap: float | None = None
-    bias: Tensor | None = None  # [vocabulary]
     norm: Callable[[Tensor], Tensor] | None = None
+    bias: Tensor | None = None  # [vocabulary]
 
     @classmethod
     def build(
@@ -49,18 +49,18 @@ class FrozenHead:
         kept: Tensor | None = None,
         scale: float = 1.0,
         softcap: float | None = None,
-        bias: Tensor | None = None,
         norm: Callable[[Tensor], Tensor] | None = None,
+        bias: Tensor | None = None,
     ) -> FrozenHead:
         """Cast once, and copy the kept rows once."""
         weight = weight.detach().to(dtype)
         bias = None if bias is None else bias.detach().to(dtype)
         if kept is None:
-            return cls(weight, weight, None, None, scale, softcap, bias, norm)
+            return cls(weight, weight, None, None, scale, softcap, norm, bias)
         kept = kept.to(weight.device, torch.int64)
         row_of = torch.full((len(weight),), -1, dtype=torch.int64, device=weight.device)
         row_of[kept] = torch.arange(len(kept), device=weight.device)
-        return cls(weight, weight[kept].contiguous(), kept, row_of, scale, softcap, bias, norm)
+        return cls(weight, weight[kept].contiguous(), kept, row_of, scale, softcap, norm, bias)
 
     def logits(self, hidden: Tensor, kept: bool = True) -> Tensor:
         """[C, H] -> [C, V] (`kept`) or [C, vocabulary], scaled and soft-capped as the target does."""
