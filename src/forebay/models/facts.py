@@ -18,7 +18,7 @@ from torch import nn
 from forebay.errors import ConfigError, TargetError
 from forebay.models.load import decoder_and_layers, text_config
 
-NORM_NAMES = ("norm", "final_layernorm", "final_norm", "norm_f", "ln_f", "final_layer_norm")
+NORM_NAMES = ("norm", "final_layernorm", "final_norm", "norm_f", "ln_f", "final_layer_norm", "embedding_norm")
 PROBE_TOKENS = 8
 
 
@@ -240,8 +240,8 @@ def _confirm(model: Any, facts: TargetFacts) -> None:
     expected = embedding.weight[ids].float() * facts.embed_scale
     if _difference(seen["in"].float(), expected) > tolerance:
         raise TargetError(
-            f"{facts.architecture} is not supported: the first layer's input is not {facts.embed_scale:g} x the token's "
-            "embedding row, so a drafter that shares the embedding would read something else"
+            f"{facts.architecture} is not supported: the first layer's input is not {facts.embed_scale:g} x the "
+            "token's embedding row, so a drafter that shares the embedding would read something else"
         )
     if _difference(apply_head(model, facts, seen["out"]), logits.float()) > tolerance:
         raise TargetError(

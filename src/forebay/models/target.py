@@ -1,9 +1,9 @@
 """The frozen target: runs a job's rows up to the last captured layer and packs the states into the item's slot.
 
-Guarantees: the features of a token are HF `hidden_states[i + 1]` of each layer i of `layer_ids`, side by side; no later
-layer, no final norm and no head is run (the last layer's output only where asked for); padding is on the right, so a
-causal target never reads it, and it is never written. Sub-batches follow `job.splits`. Hooks act only in the thread that
-is capturing, so the same model may generate in another thread. Checks are in `models.self_test`.
+Guarantees: the features of a token are HF `hidden_states[i + 1]` of each layer i of `layer_ids`, side by side; no
+later layer, no final norm and no head is run (the last layer's output only where asked for); padding is on the right,
+so a causal target never reads it, and it is never written. Sub-batches follow `job.splits`. Hooks act only in the
+thread that is capturing, so the same model may generate in another. Whether the states are right: `models.checks`.
 Called by `stages.extract`, `decode` (facts and model), `bench.target`.
 
 Shapes: T token budget, K captured layers, H hidden, V head rows, n rows of a sub-batch, t its longest row.
@@ -22,9 +22,10 @@ import torch
 from torch import nn
 
 from forebay.config import TargetConfig
-from forebay.errors import DataError, TargetError
+from forebay.errors import TargetError
 from forebay.models.facts import TargetFacts, apply_head, check_layer_ids, default_layer_ids, final_norm, read_facts
 from forebay.models.load import Stop, decoder_and_layers, load_model, locate
+from forebay.models.mask_token import check_token_ids
 
 
 class Splits(Protocol):
@@ -145,22 +146,13 @@ class Target:
         return torch.nn.functional.embedding(ids, self.embed_weight) * self.facts.embed_scale
 
     def logits(self, last: torch.Tensor) -> torch.Tensor:
-        """[..., H] last layer's output (as in `out_last`) -> fp32 logits [..., V]: final norm, head, scale, soft-cap."""
+        """[..., H] last layer's output (`out_last`) -> fp32 logits [..., V]: final norm, head, scale, soft-cap."""
         return apply_head(self.model, self.facts, last)
-
-    def check_ids(self, tokens: np.ndarray, row: str = "") -> None:
-        """Raise DataError where an id has no embedding row: on the host, before a device can assert."""
-        if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.facts.embedding_rows:
-            bad = next(int(t) for t in tokens if not 0 <= t < self.facts.embedding_rows)
-            raise DataError(
-                f"row '{row}' token {bad} >= {self.facts.embedding_rows} embedding rows: the data was tokenised for "
-                "another target, run `forebay prepare` with this one"
-            )
 
     def capture(self, batch: Rows, out: torch.Tensor, out_last: torch.Tensor | None = None) -> np.ndarray:
         """Write the batch's states into `out` [T, K * H] (and the last layer's into `out_last` [T, H]).
 
-        Returns the token ids that were run, in packed order, int32 [real tokens]: the echo that `check_states` compares.
+        Returns the echo that `check_states` compares: the token ids that were run, in packed order, int32 [real].
         Rows beyond the batch's tokens are not written. Copies to another device are enqueued on the current stream.
         """
         assert out.shape[-1] == self.feature_width, f"slot of width {out.shape[-1]} for {self.feature_width} features"
@@ -188,7 +180,7 @@ class Target:
     def _capture_rows(
         self, tokens: np.ndarray, lengths: np.ndarray, out: torch.Tensor, out_last: torch.Tensor | None
     ) -> np.ndarray:
-        self.check_ids(tokens)
+        check_token_ids(tokens, self.facts.embedding_rows)
         real = np.arange(int(lengths.max()))[None, :] < lengths[:, None]  # [n, t]
         padded = np.zeros(real.shape, np.int64)
         padded[real] = tokens
