@@ -1,0 +1,1 @@
+"""Everything that decides: plan, ledger, admission, queues, mixing, simulation. Imports no torch."""

@@ -1,0 +1,123 @@
+"""One epoch at run time: its ledger, its queue, and how its jobs are dispatched. Owned and called by the coordinator.
+
+Guarantees: jobs are offered in plan order, those that came back before the fresh ones; under `draw: planned` jobs that
+lost their place come after all others, so that they hold no room that a planned window needs.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Container, Hashable
+from typing import Any
+
+from forebay.errors import ConfigError
+from forebay.flow.ledger import DRAWN, PENDING, Lease, Ledger
+from forebay.flow.mixing import Meter
+from forebay.flow.plan import EpochPlan
+from forebay.flow.queues import BucketedHSQueue, BufferedHSQueue, Drawn, HSQueue, PerDrafterHSQueue, PlannedHSQueue
+from forebay.flow.random import CounterRandom
+from forebay.flow.settings import FlowSettings
+
+
+class Epoch:
+    """`to_come[b]`: jobs of bucket b that are neither ready nor beyond; `draws`: windows drawn, also those skipped."""
+
+    def __init__(self, plan: EpochPlan, settings: FlowSettings, state: dict[str, Any] | None) -> None:
+        self.plan = plan
+        self.number = plan.epoch
+        self.ledger = Ledger(plan.epoch, len(plan), settings.max_attempts)
+        self.draws = 0
+        self.buckets: bytes = plan.buckets.tobytes()
+        self.to_come = [self.buckets.count(b) for b in range(len(plan.params.bucket_edges))]
+        self.meter = Meter(self.to_come, settings.window)
+        self.dealt: list[deque[int]] = []
+        if settings.dispatch == "per_target":
+            self.dealt = [deque() for _ in range(settings.targets)]
+        self.depth = settings.prefetch_jobs
+        self.next_dealt = 0
+        self.queue = self._queue(settings)
+        if state is not None:
+            self._restore(state)
+
+    def _queue(self, s: FlowSettings) -> HSQueue:
+        if s.queue == "bucketed":
+            return BucketedHSQueue(len(self.to_come))
+        if s.queue == "per_drafter":
+            return PerDrafterHSQueue(s.drafters)
+        if s.draw == "planned":
+            if self.plan.draw_order is None:
+                raise ConfigError("draw: planned needs a plan that was made with draw: planned: plan the epoch again")
+            return PlannedHSQueue(self.plan.draw_order, s.window)
+        return BufferedHSQueue(CounterRandom(s.seed, self.number), s.min_fill, s.max_age)
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        self.ledger.restore(state, state["deferred"])
+        self.draws = state["draws"]
+        for job in range(len(self.plan)):
+            if self.ledger.state[job] != PENDING:
+                self.to_come[self.buckets[job]] -= 1
+                if isinstance(self.queue, PlannedHSQueue):
+                    self.queue.drop(job)
+        for job in state["deferred"]:
+            self.defer(job)
+
+    def snapshot(self) -> dict[str, Any]:
+        deferred = list(self.queue.deferred) if isinstance(self.queue, PlannedHSQueue) else []
+        return {**self.ledger.snapshot(), "draws": self.draws, "deferred": deferred}
+
+    def next_job(self, worker: int | None, rooms: Container[Hashable]) -> int | None:
+        """The job to lease next, by this worker or (None) by any: one that has its room before one that needs room."""
+        ledger = self.ledger
+        if ledger.returned:
+            return next((job for job in ledger.returned if (self.number, job) in rooms), ledger.returned[0])
+        fresh = ledger.fresh if not self.dealt else self._fresh_of(worker)
+        if fresh is None and ledger.late and ledger.fresh is None:
+            return ledger.late[0]
+        return fresh
+
+    def _fresh_of(self, worker: int | None) -> int | None:
+        """`dispatch: per_target`: prefetch fills the targets' queues in turn and stops at the first that is full."""
+        ledger, lanes = self.ledger, self.dealt
+        while self.next_dealt < ledger.jobs:
+            if ledger.waits_its_turn(self.next_dealt):
+                lane = lanes[self.next_dealt % len(lanes)]
+                if len(lane) >= self.depth:
+                    break
+                lane.append(self.next_dealt)
+            self.next_dealt += 1
+        mine = lanes if worker is None else [lanes[worker % len(lanes)]]
+        return next((lane[0] for lane in mine if lane), None)
+
+    def lease(self, job: int, worker: int, expires: float) -> Lease:
+        for lane in self.dealt:
+            if lane and lane[0] == job:
+                lane.popleft()
+        return self.ledger.lease(job, worker, expires)
+
+    def put(self, job: int) -> None:
+        bucket = self.buckets[job]
+        self.to_come[bucket] -= 1
+        self.ledger.ready(job)
+        self.queue.put(job, bucket)
+
+    def take(self, drawn: Drawn) -> float:
+        """Mark a window's jobs as drawn; returns its r."""
+        for job in drawn.jobs:
+            self.ledger.draw(job)
+        self.draws += 1
+        return self.meter.window([self.buckets[j] for j in drawn.jobs], drawn.ages, drawn.occupancy, drawn.forced)
+
+    def defer(self, job: int) -> None:
+        """The job loses the place that the plan gave it, if the plan gave it one."""
+        if isinstance(self.queue, PlannedHSQueue):
+            self.queue.defer(job)
+
+    def back(self, job: int, reason: str) -> bool:
+        """A leased or drawn job did not succeed. Returns whether it is pending again (else quarantined)."""
+        planned = self.queue if isinstance(self.queue, PlannedHSQueue) else None
+        was_ready = self.ledger.state[job] == DRAWN
+        again = self.ledger.back(job, reason, late=planned is not None and job in planned.deferred)
+        self.to_come[self.buckets[job]] += int(again and was_ready) - int(not again and not was_ready)
+        if planned is not None and not again:
+            planned.drop(job)
+        return again

@@ -1,0 +1,297 @@
+"""The buffer between targets and drafters, and its older relatives, behind one interface.
+
+Guarantees: an item leaves when it is drawn and not before; after the end of input the rest is drawn below the min fill
+(G4); the choice of BufferedHSQueue depends on the set of items and the draw's number, never on the order of arrival;
+the sum of residences equals the sum over draws of the occupancy before the draw, for every policy.
+Holds job ids of one epoch, no tensors. A pure state machine. Called by the coordinator and, to plan draws, by `plan`.
+
+`draw(k, t, ended, blocked, expected)`: k items wanted; t the draw's number; ended: nothing more will arrive; blocked:
+producers wait for room, so that nothing more may arrive before a draw; expected[b]: jobs of bucket b still to arrive.
+Returns None to wait. `force(k)` takes what is there: for the stalemate in which waiting would never end.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from forebay.flow.random import CounterRandom
+
+
+@dataclass(slots=True)
+class Drawn:
+    """Items of one window. `parts`: dealt to drafters by the queue itself, where its design does so."""
+
+    jobs: list[int]
+    ages: list[int]
+    occupancy: int
+    forced: int = 0
+    parts: list[list[int]] | None = None
+
+
+class Residence:
+    """Ages of items, counted in draws of single items. Every queue keeps one."""
+
+    def __init__(self) -> None:
+        self.arrived: dict[int, int] = {}
+        self.draws = 0
+        self.sum_residence = 0
+        self.sum_occupancy = 0
+
+    def enter(self, job: int) -> None:
+        assert job not in self.arrived, f"job {job} is in the queue already"
+        self.arrived[job] = self.draws
+
+    def leave(self, jobs: list[int]) -> Drawn:
+        occupancy = len(self.arrived)
+        ages = []
+        for job in jobs:
+            self.sum_occupancy += len(self.arrived)
+            age = self.draws - self.arrived.pop(job)
+            self.draws += 1
+            self.sum_residence += age + 1
+            ages.append(age)
+        return Drawn(jobs, ages, occupancy)
+
+
+class HSQueue(Protocol):
+    """What the coordinator asks of a queue."""
+
+    residence: Residence
+    passes: int
+
+    def __len__(self) -> int: ...
+    def put(self, job: int, bucket: int) -> None: ...
+    def draw(self, k: int, t: int, ended: bool, blocked: bool, expected: Sequence[int]) -> Drawn | None: ...
+    def force(self, k: int, t: int) -> Drawn | None: ...
+
+
+class BufferedHSQueue:
+    """One pool with a min fill; a draw is uniform over what is there."""
+
+    def __init__(self, random: CounterRandom, min_fill: int, max_age: int | None = None) -> None:
+        self.random = random
+        self.min_fill = min_fill
+        self.max_age = max_age
+        self.items: list[int] = []
+        self.residence = Residence()
+        self.passes = 0
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def put(self, job: int, bucket: int) -> None:
+        self.residence.enter(job)
+        insort(self.items, job)
+
+    def draw(self, k: int, t: int, ended: bool, blocked: bool, expected: Sequence[int]) -> Drawn | None:
+        if len(self.items) < max(self.min_fill, k) and not ended:
+            return None
+        return self.force(k, t)
+
+    def force(self, k: int, t: int) -> Drawn | None:
+        if not self.items:
+            return None
+        old = self._overdue(k)
+        for job in old:
+            self.items.remove(job)
+        k = min(k - len(old), len(self.items))
+        places = self.random.sample(t, len(self.items), k) if k else []
+        drawn = self.residence.leave(old + [self.items[i] for i in places])
+        drawn.forced = len(old)
+        for i in sorted(places, reverse=True):
+            del self.items[i]
+        return drawn
+
+    def _overdue(self, k: int) -> list[int]:
+        if self.max_age is None:
+            return []
+        arrived, now = self.residence.arrived, self.residence.draws
+        late = [job for job in self.items if now - arrived[job] >= self.max_age]
+        return sorted(late, key=lambda job: (arrived[job], job))[:k]
+
+
+class PlannedHSQueue:
+    """Draws the windows that the plan names, and waits for their jobs.
+
+    A job that lost its place (its attempt hung, its step was skipped) is deferred to windows after the planned ones.
+    """
+
+    def __init__(self, order: npt.NDArray[Any], window: int) -> None:
+        self.order = order
+        self.window = window
+        self.start = 0
+        self.items: set[int] = set()
+        self.gone: set[int] = set()
+        self.deferred: list[int] = []
+        self.residence = Residence()
+        self.passes = 0
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def put(self, job: int, bucket: int) -> None:
+        self.residence.enter(job)
+        self.items.add(job)
+
+    def defer(self, job: int) -> None:
+        self.gone.add(job)
+        if job not in self.deferred:
+            self.deferred.append(job)
+
+    def drop(self, job: int) -> None:
+        """The job will not come: committed before a resume, or quarantined."""
+        self.gone.add(job)
+        if job in self.deferred:
+            self.deferred.remove(job)
+
+    def named(self) -> list[int]:
+        """The jobs of the next planned window; empty when all planned windows are drawn."""
+        while self.start < len(self.order):
+            window = self.order[self.start : self.start + self.window].tolist()
+            left = [job for job in window if job not in self.gone]
+            if left:
+                return left
+            self.gone.difference_update(set(window) - set(self.deferred))
+            self.start += self.window
+        return []
+
+    def draw(self, k: int, t: int, ended: bool, blocked: bool, expected: Sequence[int]) -> Drawn | None:
+        jobs = self.named()
+        if jobs:
+            if not self.items.issuperset(jobs):
+                return None
+            self.start += self.window
+            return self._take(jobs)
+        ready = [job for job in self.deferred if job in self.items]
+        if len(ready) < k and not ended:
+            return None
+        return self._take(ready[:k])
+
+    def force(self, k: int, t: int) -> Drawn | None:
+        if self.named():
+            return None
+        return self._take([job for job in self.deferred if job in self.items][:k])
+
+    def _take(self, jobs: list[int]) -> Drawn | None:
+        if not jobs:
+            return None
+        self.items.difference_update(jobs)
+        for job in jobs:
+            if job in self.deferred:
+                self.deferred.remove(job)
+        return self.residence.leave(jobs)
+
+
+class BucketedHSQueue:
+    """A sub-queue per bucket; buckets take turns. A rare bucket that is still expected stalls everyone."""
+
+    def __init__(self, buckets: int) -> None:
+        self.lanes: list[deque[int]] = [deque() for _ in range(buckets)]
+        self.turn = 0
+        self.residence = Residence()
+        self.passes = 0
+
+    def __len__(self) -> int:
+        return len(self.residence.arrived)
+
+    def put(self, job: int, bucket: int) -> None:
+        self.residence.enter(job)
+        self.lanes[bucket].append(job)
+
+    def draw(self, k: int, t: int, ended: bool, blocked: bool, expected: Sequence[int]) -> Drawn | None:
+        if len(self) < k and not ended:
+            return None
+        left = [len(lane) for lane in self.lanes]
+        taken: list[int] = []
+        turn, passes = self.turn, 0
+        while len(taken) < min(k, len(self)):
+            if left[turn]:
+                left[turn] -= 1
+                taken.append(turn)
+            elif expected[turn] and not ended:
+                if not blocked:
+                    return None
+                passes += 1
+            turn = (turn + 1) % len(self.lanes)
+        self.turn = turn
+        self.passes += passes
+        return self._take(taken)
+
+    def force(self, k: int, t: int) -> Drawn | None:
+        return self.draw(min(k, len(self)), t, True, True, ())
+
+    def _take(self, buckets: list[int]) -> Drawn | None:
+        if not buckets:
+            return None
+        return self.residence.leave([self.lanes[b].popleft() for b in buckets])
+
+
+class PerDrafterHSQueue:
+    """A FIFO per drafter, filled in turn: what a drafter sees is decided at the put."""
+
+    def __init__(self, drafters: int) -> None:
+        self.lanes: list[deque[int]] = [deque() for _ in range(drafters)]
+        self.turn = 0
+        self.residence = Residence()
+        self.passes = 0
+
+    def __len__(self) -> int:
+        return len(self.residence.arrived)
+
+    def put(self, job: int, bucket: int) -> None:
+        self.residence.enter(job)
+        self.lanes[self.turn].append(job)
+        self.turn = (self.turn + 1) % len(self.lanes)
+
+    def draw(self, k: int, t: int, ended: bool, blocked: bool, expected: Sequence[int]) -> Drawn | None:
+        n = len(self.lanes)
+        # Where the window does not divide, the larger share goes round, as the filling does.
+        shares = [k // n + ((i - t * k) % n < k % n) for i in range(n)]
+        if all(len(lane) >= share for lane, share in zip(self.lanes, shares, strict=True)):
+            return self._take(shares)
+        return self.force(k, t) if ended else None
+
+    def force(self, k: int, t: int) -> Drawn | None:
+        shares = [0] * len(self.lanes)
+        for _ in range(min(k, len(self))):
+            longest = max(range(len(shares)), key=lambda i: (len(self.lanes[i]) - shares[i], -shares[i]))
+            shares[longest] += 1
+        return self._take(shares)
+
+    def _take(self, shares: list[int]) -> Drawn | None:
+        parts = [[lane.popleft() for _ in range(share)] for lane, share in zip(self.lanes, shares, strict=True)]
+        jobs = [job for part in parts for job in part]
+        if not jobs:
+            return None
+        drawn = self.residence.leave(jobs)
+        drawn.parts = parts
+        return drawn
+
+
+def simulate_draws(
+    jobs: int, window: int, min_fill: int, seed: int, epoch: int, max_age: int | None = None
+) -> npt.NDArray[np.int32]:
+    """The order of draws when jobs 0..n-1 arrive in plan order and each draw is made as soon as it is allowed.
+
+    The look-ahead stays below max(min_fill, window) jobs, so that a run with room for that many always has the next
+    window's jobs leased. Returns int32[jobs], in windows of `window`, the last one short.
+    """
+    queue = BufferedHSQueue(CounterRandom(seed, epoch), min_fill, max_age)
+    order: list[int] = []
+    arrived = t = 0
+    while len(order) < jobs:
+        while arrived < jobs and len(queue) < max(min_fill, window):
+            queue.put(arrived, 0)
+            arrived += 1
+        drawn = queue.draw(window, t, arrived == jobs, False, ())
+        assert drawn is not None
+        order += drawn.jobs
+        t += 1
+    return np.array(order, dtype=np.int32)
