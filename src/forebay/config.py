@@ -229,7 +229,9 @@ class RuntimeConfig(Section):
 
 class EvalConfig(Section):
     every_steps: int | None = Field(None, ge=1, description="null: at the end of each epoch only")
+    at_start: bool = Field(True, description="measure the untrained drafter too")
     prompts: int = Field(32, ge=1, description="held-out prompts")
+    dtype: Literal["auto", "float32"] = Field("auto", description="auto: the target's; float32: exact, slower")
     max_new_tokens: int = Field(64, ge=1)
     batch_size: int = Field(16, ge=1)
     guard: bool = Field(True, description="compare the trainer's forward with the serving loop (G8)")

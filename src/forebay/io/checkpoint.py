@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from forebay.errors import ContractError, ForebayError
@@ -230,7 +231,7 @@ def load(path: str | os.PathLike[str]) -> Snapshot:
             state=state,
             contract=json.loads((folder / "contract.json").read_text(encoding="utf-8")),
         )
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise ForebayError(
             f"checkpoint {folder} is damaged ({error}): delete it to go on from the one before"
         ) from None

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from forebay.errors import PoisonError, Stopped
+from forebay.errors import Stopped
 from forebay.flow.coordinator import Coordinator, Lease, Wait, Window
 from forebay.observe.clock import WorkerClock
 
@@ -29,13 +29,10 @@ class FlowShell:
         self,
         coordinator: Coordinator,
         *,
-        prefetch_jobs: int = 4,
-        on_poison: str = "stop",
         on_discard: Callable[[Any], None] = lambda item: None,
     ) -> None:
         self._coordinator = coordinator
-        self._prefetch_jobs = prefetch_jobs
-        self._on_poison = on_poison
+        self._prefetch_jobs = coordinator.settings.prefetch_jobs
         self._discard = on_discard
         self._changed = threading.Condition()
         self._items: dict[Key, Any] = {}
@@ -136,28 +133,34 @@ class FlowShell:
     def job_failed(self, lease: Lease, error: BaseException) -> None:
         """A job's attempt failed: it is tried again, or quarantined and the run goes on or stops (`on_poison`)."""
         with self._changed:
+            if self.cause is not None:
+                raise Stopped
             outcome = self._coordinator.lease_failed(lease, f"{type(error).__name__}: {error}")
-            self._note(f"epoch {lease.epoch} job {lease.job} attempt {lease.attempt}: {error!r} -> {outcome}")
+            self.failures.append(
+                f"epoch {lease.epoch} job {lease.job} attempt {lease.attempt} on target {lease.worker}: "
+                f"{type(error).__name__}: {error} -> {outcome}"
+            )
+            self._adopt_failure(error)
             self._moved()
-        if outcome == "quarantined" and self._on_poison == "stop":
-            self._poisoned(f"job {lease.job} of epoch {lease.epoch}", error)
 
-    def _poisoned(self, what: str, error: BaseException | None) -> None:
-        poison = PoisonError(
-            f"{what} failed every attempt (runtime.max_attempts), last with {error!r}: "
-            f"mend its cause, or set runtime.on_poison=continue to leave such jobs out, by name"
-        )
-        poison.__cause__ = error
-        self.fail(poison)
-        raise Stopped
+    def _adopt_failure(self, error: BaseException | None = None) -> None:
+        """The coordinator may decide that the run cannot go on (poison, two hangs): that is then the first cause."""
+        if self.cause is None and self._coordinator.cause is not None:
+            self.cause = self._coordinator.cause
+            self.cause.__cause__ = error
 
     def expire_leases(self) -> list[Lease]:
         """Return jobs of workers that were silent past their lease. Called by the watchdog."""
         with self._changed:
+            if self.cause is not None:
+                return []
             lost = self._coordinator.expire(time.monotonic())
             for lease in lost:
-                self._note(f"epoch {lease.epoch} job {lease.job}: worker {lease.worker} silent past its lease")
+                self.failures.append(
+                    f"epoch {lease.epoch} job {lease.job}: target {lease.worker} silent past its lease"
+                )
             if lost:
+                self._adopt_failure()
                 self._moved()
         return lost
 
@@ -191,11 +194,10 @@ class FlowShell:
     def skip(self, window: Window, reason: str) -> None:
         """The window's step was not taken: its jobs return to PENDING with one attempt more."""
         with self._changed:
-            quarantined = self._coordinator.skip(window, reason)
-            self._note(f"step {window.step} skipped ({reason}): jobs {sorted(window.jobs)} return")
+            self._coordinator.skip(window, reason)
+            self.failures.append(f"step {window.step} skipped ({reason}): jobs {sorted(window.jobs)} return")
+            self._adopt_failure()
             self._moved()
-        if quarantined and self._on_poison == "stop":
-            self._poisoned(f"jobs {sorted(quarantined)} of epoch {window.epoch}", RuntimeError(reason))
 
     # -- ending and looking in ----------------------------------------------------------------------------------------
 
@@ -203,6 +205,7 @@ class FlowShell:
         """Lease and draw nothing more. The window in hand may be finished and committed."""
         with self._changed:
             self._stopping = True
+            self._coordinator.finish()
             self._moved()
 
     def fail(self, cause: BaseException) -> None:
@@ -221,7 +224,7 @@ class FlowShell:
     def stats(self) -> dict[str, Any]:
         """Counters and gauges of the flow, now."""
         with self._changed:
-            return self._coordinator.stats()
+            return self._coordinator.stats(time.monotonic())
 
     def items_left(self) -> list[Any]:
         """Items that were never drawn, handed back for clean-up when the run ends."""
@@ -234,6 +237,3 @@ class FlowShell:
     @property
     def stopping(self) -> bool:
         return self._stopping
-
-    def _note(self, text: str) -> None:
-        self.failures.append(text)

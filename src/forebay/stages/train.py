@@ -8,17 +8,23 @@ taken and its window is skipped. An item's room is freed after its own micro-ste
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
 import torch
 
-from forebay.config import OptimConfig
+from forebay.config import LossConfig, OptimConfig
 from forebay.errors import ForebayError
+from forebay.models.drafter import Drafter
+from forebay.models.loss import BlockSums
+from forebay.models.step import Borrowed, micro_step
 from forebay.observe.clock import WorkerClock
+from forebay.stages.item import Item
 
 
 def learning_rate(step: int, total: int, optim: OptimConfig) -> float:
@@ -39,13 +45,30 @@ class Replica(Protocol):
 
     module: torch.nn.Module
 
-    def micro_step(self, item: Any, scale: float) -> dict[str, torch.Tensor]:
-        """Forward and backward of one item, its loss sum multiplied by `scale`; returns sums (detached)."""
+    def micro_step(self, item: Any, scale: float) -> BlockSums:
+        """Forward and backward of one item, its loss sum multiplied by `scale`; returns its sums."""
         ...
 
-    def refresh(self) -> None:
-        """The masters changed: renew what was derived from them."""
-        ...
+
+class DrafterReplica:
+    """A drafter, what it borrows of the target on its device, and the loss."""
+
+    def __init__(self, module: Drafter, borrowed: Borrowed, loss: LossConfig, dtype: torch.dtype) -> None:
+        self.module, self._borrowed, self._loss, self._dtype = module, borrowed, loss, dtype
+        self._device = borrowed.embed.device
+
+    def micro_step(self, item: Item, scale: float) -> BlockSums:
+        last = item.slot.last_hidden
+        return micro_step(
+            self.module,
+            item.batch,
+            item.slot.features.to(self._device, non_blocking=True),
+            self._borrowed,
+            self._loss,
+            scale,
+            last_hidden=None if last is None else last.to(self._device, non_blocking=True),
+            dtype=self._dtype,
+        )
 
 
 @dataclass
@@ -56,9 +79,13 @@ class Outcome:
     loss: float
     grad_norm: float
     lr: float
-    sums: dict[str, torch.Tensor] = field(default_factory=dict)
+    sums: BlockSums
     tokens: int = 0
     slots: int = 0
+
+
+def _to_cpu(sums: BlockSums) -> BlockSums:
+    return BlockSums(*(getattr(sums, f.name).to("cpu") for f in fields(sums)))
 
 
 class DrafterStep:
@@ -78,12 +105,12 @@ class DrafterStep:
 
     def accumulate(
         self, parts: list[list[Any]], turn: Callable[..., Any], clock: WorkerClock, release: Callable[[Any], None]
-    ) -> tuple[float, dict[str, torch.Tensor]]:
-        """Gradients of the whole window on the lead replica; returns (weight sum, metric sums)."""
+    ) -> tuple[float, BlockSums]:
+        """Gradients of the whole window on the lead replica; returns (weight sum, sums)."""
         weight_sum = sum(item.batch.weight_sum for part in parts for item in part)
         scale = 1.0 / weight_sum if weight_sum > 0 else 0.0
 
-        def run(replica: Replica, part: list[Any]) -> list[dict[str, torch.Tensor]]:
+        def run(replica: Replica, part: list[Any]) -> list[BlockSums]:
             sums = []
             while part:
                 with turn(clock), clock.busy():
@@ -95,14 +122,9 @@ class DrafterStep:
             per_item = run(self.replicas[0], parts[0])
         else:
             futures = [self._pool.submit(run, r, p) for r, p in zip(self.replicas, parts, strict=True)]
-            per_item = [sums for future in futures for sums in future.result()]
+            per_item = [_to_cpu(sums) for future in futures for sums in future.result()]
             self._sum_gradients()
-        totals: dict[str, torch.Tensor] = {}
-        for sums in per_item:
-            for name, value in sums.items():
-                value = value.to("cpu") if len(self.replicas) > 1 else value
-                totals[name] = value if name not in totals else totals[name] + value
-        return weight_sum, totals
+        return weight_sum, functools.reduce(operator.add, per_item)
 
     def _sum_gradients(self) -> None:
         others = [[p for p in r.module.parameters() if p.requires_grad] for r in self.replicas[1:]]
@@ -124,7 +146,7 @@ class DrafterStep:
         with turn(clock), clock.busy():
             norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.optim.clip, foreach=True)
             grad_norm = float(norm)
-            loss = float(sums["loss"]) / max(weight_sum, 1e-30) if "loss" in sums else 0.0
+            loss = float(sums.loss) / max(weight_sum, 1e-30)
             rate = learning_rate(self.taken, self.total_steps, self.optim)
             finite = math.isfinite(grad_norm) and math.isfinite(loss)
             if finite:
@@ -142,8 +164,6 @@ class DrafterStep:
             for replica in self.replicas[1:]:
                 for lead, own in zip(self.replicas[0].module.parameters(), replica.module.parameters(), strict=True):
                     own.copy_(lead)
-        for replica in self.replicas:
-            replica.refresh()
 
     def close(self) -> None:
         if self._pool is not None:

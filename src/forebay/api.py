@@ -1,0 +1,239 @@
+"""The public Python functions; every command of `forebay` is a thin layer over one of them.
+
+Paths are strings or path-likes; results are plain dicts and lists that survive JSON; what a user can mend is raised as
+a `forebay.errors.ForebayError` with the fix. Nothing heavy is imported before a function needs it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from forebay import config as configuration
+from forebay.config import RunConfig, TargetConfig
+from forebay.errors import DataError, ForebayError, UsageError
+
+PathLike = str | os.PathLike[str]
+
+
+def _target(folder: PathLike, gguf_file: str | None = None, dtype: str = "auto") -> TargetConfig:
+    return TargetConfig(model=os.fspath(folder), gguf_file=gguf_file, dtype=dtype)  # type: ignore[arg-type]
+
+
+def prepare(
+    inputs: Sequence[PathLike], out: PathLike, *, target: PathLike, gguf_file: str | None = None, **options: Any
+):
+    """Conversations -> a token store at `out`; returns its report. See `data.prepare.prepare` for the options."""
+    from forebay.data.prepare import prepare as run
+    from forebay.models.load import load_tokenizer
+
+    return run(inputs, out, tokenizer=load_tokenizer(_target(target, gguf_file)), **options)
+
+
+def plan(config: RunConfig) -> dict[str, Any]:
+    """What an epoch of this run would be: jobs, padding, fills, mixing r, bytes. Loads no weights."""
+    from forebay.models.facts import default_layer_ids
+    from forebay.models.load import load_config
+    from forebay.runtime.preparation import description
+
+    text = load_config(config.target)
+    ids = config.target.layer_ids or default_layer_ids(text.num_hidden_layers, config.target.captured_layers)
+    return description(config, text, ids)
+
+
+def plan_text(d: dict[str, Any]) -> str:
+    """A plan's description for people."""
+    mib = 2**20
+    lines = [
+        f"jobs {d['jobs']}  windows {d['windows']}  sequences {d['sequences']} ({d['sequences_left_out']} left out)",
+        f"tokens {d['real_tokens']}; target padding {d['target_padding_share']:.1%}, "
+        f"item tail {d['item_tail_share']:.1%}",
+        f"anchors per item {d['anchors_per_item']} (filled {d['anchor_fill_share']:.1%}), "
+        f"slots {d['slots_per_item']} (filled {d['slot_fill_share']:.1%})",
+        f"mixing r {d['mixing_r']:+.3f} (0 is random, below is better, alarm at 0.1)",
+        f"largest item {d['largest_item_bytes'] / mib:.2f} MiB; "
+        f"the buffer needs {d['buffer_bytes_needed'] / mib:.1f} MiB and has {d['buffer_bytes'] / mib:.1f} MiB",
+        "buckets: " + "  ".join(f"<={b['up_to_tokens']}: {b['share']:.1%}" for b in d["buckets"]),
+    ]
+    return "\n".join([*lines, *(f"warning: {w}" for w in d["warnings"])])
+
+
+def train(config: RunConfig, *, quiet: bool = False) -> dict[str, Any]:
+    """Train a drafter from the start; returns the run's summary (also in `summary.json`)."""
+    from forebay.runtime.training import TrainingRun
+
+    return TrainingRun(config, quiet=quiet).run()
+
+
+def resume(
+    run_dir: PathLike, overrides: Sequence[str] = (), *, allow_change: Sequence[str] = (), quiet: bool = False
+) -> dict[str, Any]:
+    """Go on with a run that was stopped or killed, from its last finished checkpoint."""
+    from forebay.runtime.training import TrainingRun
+
+    file = Path(run_dir) / "config.yaml"
+    if not file.is_file():
+        raise UsageError(f"{run_dir} holds no run (no config.yaml): give the run_dir of a run that was started")
+    config = configuration.load(file, [*overrides, f"run_dir={json.dumps(os.fspath(run_dir))}"])
+    return TrainingRun(config, resume=True, allow_change=frozenset(allow_change), quiet=quiet).run()
+
+
+def status(run_dir: PathLike) -> dict[str, Any]:
+    """What a run last said of itself: step, who waits for what, flow counters. `age_s` tells how old that is."""
+    file = Path(run_dir) / "status.json"
+    if not file.is_file():
+        raise UsageError(f"no status at {run_dir}: give the folder of a run that was started")
+    out: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    out["age_s"] = round(time.time() - out["unix_time"], 1)
+    return out
+
+
+def status_text(s: dict[str, Any]) -> str:
+    """A status for people."""
+    lines = [f"step {s['step']} of {s['total_steps']} ({s['age_s']:.0f} s ago)"]
+    for stage, shares in s["shares"].items():
+        lines.append(f"{stage}: busy {shares['busy_share']:.0%}, waiting {shares['wait_share']:.0%}")
+    lines += [f"{w['worker']} waits {w['seconds']:.0f} s for {w['waits_for']}" for w in s["waits"]]
+    return "\n".join([*lines, *s["failures"]])
+
+
+def drafter_folder(path: PathLike) -> Path:
+    """The exported drafter at `path`: the folder itself, or a run's."""
+    folder = Path(path)
+    if (folder / "drafter" / "config.json").is_file():
+        return folder / "drafter"
+    if (folder / "config.json").is_file():
+        return folder
+    raise UsageError(f"{path} is no exported drafter and no finished run: `forebay export RUN --out DIR` makes one")
+
+
+def prompts_of(
+    tokenizer: Any, store: PathLike | None, prompts: PathLike | None, limit: int | None = None
+) -> list[list[int]]:
+    """Token ids of prompts from a store's held-out part, or from a JSONL file of conversations."""
+    if (store is None) == (prompts is None):
+        raise UsageError("give either a token store (--store DIR) or a file of prompts (--prompts FILE)")
+    if store is not None:
+        from forebay.data.store import TokenStore
+
+        folder = Path(store)
+        rows = TokenStore.open(folder / "heldout" if (folder / "heldout").is_dir() else folder)
+        found = [rows.prompt(i).tolist() for i in range(len(rows))]
+    else:
+        from forebay.stages.regenerate import Summary, read_prompts
+
+        found = []
+        for prompt in read_prompts(Path(prompts or ""), Summary()):
+            encoded = tokenizer.apply_chat_template(prompt.messages, add_generation_prompt=True)
+            found.append(list(encoded["input_ids"] if hasattr(encoded, "keys") else encoded))
+    if not found:
+        raise DataError(f"no prompt in {store or prompts}: prepare with a held-out part")
+    return found[:limit]
+
+
+def evaluate(
+    drafter: PathLike,
+    *,
+    target: PathLike,
+    gguf_file: str | None = None,
+    store: PathLike | None = None,
+    prompts: PathLike | None = None,
+    limit: int | None = None,
+    max_new_tokens: int = 64,
+    batch_size: int = 16,
+    temperature: float = 0.0,
+    seed: int = 0,
+    speed: bool = True,
+) -> dict[str, Any]:
+    """Accept length, acceptance by position, equality with the target's greedy text (fp32), speed of both."""
+    from forebay.decode.check import check_contract
+    from forebay.decode.drafter import ServedDrafter
+    from forebay.decode.evaluate import evaluate as run
+    from forebay.models.load import auto_dtype, cast, load_model, load_tokenizer
+
+    folder = drafter_folder(drafter)
+    where = _target(target, gguf_file, "float32")
+    model = load_model(where)
+    served = ServedDrafter.from_folder(folder)
+    check_contract(served.config, model)
+    ids = prompts_of(load_tokenizer(where), store, prompts, limit)
+    report, _ = run(
+        model,
+        served,
+        ids,
+        max_new_tokens=max_new_tokens,
+        batch_size=batch_size,
+        temperature=temperature,
+        seed=seed,
+    )
+    if speed:
+        from forebay.decode.evaluate import measure_speed
+
+        faster = auto_dtype(model)
+        cast(model, faster)
+        report.target_tokens_per_s, report.speculative_tokens_per_s = measure_speed(
+            model, ServedDrafter.from_folder(folder, dtype=faster), ids[:4], max_new_tokens=max_new_tokens
+        )
+    return report.to_dict()
+
+
+def regenerate(
+    prompts: PathLike,
+    out: PathLike,
+    *,
+    target: PathLike | None = None,
+    gguf_file: str | None = None,
+    endpoint: str | None = None,
+    model: str | None = None,
+    dtype: str = "auto",
+    device: str = "cpu",
+    batch_size: int = 64,
+    timeout_s: float = 120.0,
+    template_args: dict[str, Any] | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """The target's answers to prompts, in process or from an OpenAI-compatible endpoint; returns counts."""
+    if endpoint is not None:
+        from forebay.stages.endpoint import regenerate_by_endpoint
+
+        done = regenerate_by_endpoint(
+            Path(prompts),
+            Path(out),
+            endpoint=endpoint,
+            model=model,
+            concurrency=batch_size,
+            timeout_s=timeout_s,
+            **options,
+        )
+        return done.as_dict()
+    from forebay.models.load import load_model, load_tokenizer
+    from forebay.stages.regenerate import regenerate as run
+
+    where = _target(target or "", gguf_file, dtype)
+    tokenizer = load_tokenizer(where)
+    summary = run(
+        prompts,
+        out,
+        target=load_model(where, device),
+        tokenizer=tokenizer,
+        batch_size=batch_size,
+        template_kwargs=template_args or {},
+        **options,
+    )
+    return summary.as_dict()
+
+
+__all__ = [
+    "ForebayError",
+    "evaluate",
+    "plan",
+    "prepare",
+    "regenerate",
+    "resume",
+    "status",
+    "train",
+]

@@ -1,0 +1,336 @@
+"""The `forebay` command: a thin layer over `forebay.api`.
+
+Exit codes: 0 done, 1 failed, 2 usage. Results go to stdout (JSON with `--json`), everything else to stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from forebay import __version__
+from forebay.errors import ForebayError, UsageError, nearest
+
+EXAMPLES = {
+    "config": "forebay config run.yaml optim.lr=3e-4",
+    "prepare": "forebay prepare answers.jsonl --target ./model --out ./store --heldout-share 0.02",
+    "regenerate": "forebay regenerate prompts.jsonl --target ./model --out answers.jsonl --max-new-tokens 512",
+    "plan": "forebay plan run.yaml plan.token_budget=4096",
+    "train": "forebay train run.yaml    then, after a stop:    forebay train --resume runs/my-run",
+    "eval": "forebay eval runs/my-run/drafter --target ./model --store ./store --json",
+    "export": "forebay export runs/my-run --format zlab --out ./drafter",
+    "import": "forebay import ./their-drafter --target ./model --out ./drafter",
+    "check": "forebay check ./drafter --target ./model --store ./store",
+    "status": "forebay status runs/my-run",
+    "bench": "forebay bench flow --quick",
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser that names the nearest option or command, and exits with 2."""
+
+    def error(self, message: str) -> Any:
+        known = [o for a in self._actions for o in a.option_strings]
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                known += list(action.choices)
+        for word in message.replace("'", " ").replace(",", " ").split():
+            if (
+                word not in known
+                and (hint := nearest(word, known))
+                and (word.startswith("-") or "invalid choice" in message)
+            ):
+                message += hint
+                break
+        self.print_usage(sys.stderr)
+        self.exit(2, f"forebay: {message}\n")
+
+
+def _command(commands: Any, name: str, summary: str, run: Callable[[argparse.Namespace], Any]) -> Parser:
+    parser: Parser = commands.add_parser(
+        name,
+        help=summary,
+        description=summary,
+        epilog=f"example: {EXAMPLES[name]}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _target_options(parser: Parser, required: bool = True) -> None:
+    parser.add_argument(
+        "--target", required=required, metavar="DIR", help="folder of the target model (or one GGUF file)"
+    )
+    parser.add_argument("--gguf-file", metavar="NAME", help="the GGUF file in it, if it holds several")
+
+
+def build_parser() -> Parser:
+    parser = Parser(prog="forebay", description="Train DFlash drafters for speculative decoding.")
+    parser.add_argument("--version", action="version", version=f"forebay {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser, required=True)
+
+    p = _command(commands, "config", "print a run's configuration, resolved and checked", _config)
+    p.add_argument("file")
+    p.add_argument("overrides", nargs="*", metavar="key=value")
+
+    p = _command(commands, "prepare", "conversations -> token store, with a report of what was kept and why", _prepare)
+    p.add_argument("inputs", nargs="+", help="JSONL, JSON or Parquet files, folders or globs")
+    _target_options(p)
+    p.add_argument("--out", required=True, metavar="DIR", help="the token store to write")
+    p.add_argument("--heldout", metavar="FILE", help="held-out conversations in a file of their own")
+    p.add_argument("--heldout-share", type=float, metavar="S", help="or this share of the rows, by content hash")
+    p.add_argument("--max-length", type=int, default=2048, metavar="N", help="longer rows are cut (counted)")
+    p.add_argument("--last-turn-only", action="store_true", help="supervise only the last assistant turn")
+    p.add_argument(
+        "--template-arg", action="append", default=[], metavar="key=value", help="e.g. enable_thinking=false"
+    )
+    p.add_argument("--strict", action="store_true", help="stop on any dropped row")
+    p.add_argument("--workers", type=int, default=1, metavar="N")
+    p.add_argument("--on-policy-rows", type=int, default=0, metavar="N", help="check greedy agreement on N rows")
+    p.add_argument("--json", action="store_true")
+
+    p = _command(commands, "regenerate", "let the target answer prompts", _regenerate)
+    p.add_argument("prompts")
+    _target_options(p, required=False)
+    p.add_argument("--out", required=True, metavar="FILE")
+    p.add_argument("--endpoint", metavar="URL", help="an OpenAI-compatible server instead of the in-process target")
+    p.add_argument("--model", metavar="NAME", help="the model's name at the endpoint")
+    p.add_argument("--max-new-tokens", type=int, default=512, metavar="N")
+    p.add_argument("--batch-size", type=int, default=64, metavar="N", help="rows at once, or requests at once")
+    p.add_argument("--temperature", type=float, default=0.0, metavar="T")
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
+    p.add_argument("--device", default="cpu")
+    p.add_argument("--timeout", type=float, default=120.0, metavar="S", help="of one request to the endpoint")
+    p.add_argument("--template-arg", action="append", default=[], metavar="key=value")
+    p.add_argument("--json", action="store_true")
+
+    p = _command(commands, "plan", "describe an epoch: jobs, padding, mixing, memory; trains nothing", _plan)
+    p.add_argument("file")
+    p.add_argument("overrides", nargs="*", metavar="key=value")
+    p.add_argument("--json", action="store_true")
+
+    p = _command(commands, "train", "train a drafter, or go on with a run that was stopped", _train)
+    p.add_argument("file", nargs="?", help="the run's YAML file (not with --resume)")
+    p.add_argument("overrides", nargs="*", metavar="key=value")
+    p.add_argument("--resume", metavar="RUN", help="folder of the run to go on with")
+    p.add_argument(
+        "--allow-change", action="append", default=[], metavar="FIELD", help="contract field that may differ"
+    )
+    p.add_argument("--json", action="store_true")
+
+    p = _command(commands, "eval", "accept length and losslessness of a drafter, by the serving loop", _eval)
+    p.add_argument("drafter", help="an exported drafter, or a run folder")
+    _target_options(p)
+    p.add_argument("--store", metavar="DIR", help="token store whose held-out prompts are used")
+    p.add_argument("--prompts", metavar="FILE", help="or conversations of your own (JSONL)")
+    p.add_argument("--limit", type=int, metavar="N", help="at most N prompts")
+    p.add_argument("--max-new-tokens", type=int, default=64, metavar="N")
+    p.add_argument("--batch-size", type=int, default=16, metavar="N")
+    p.add_argument("--temperature", type=float, default=0.0, metavar="T")
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--no-speed", action="store_true", help="leave out the speed measurement")
+    p.add_argument("--json", action="store_true")
+
+    p = _command(commands, "export", "write a drafter for an engine", _export)
+    p.add_argument("source", help="a run folder or a checkpoint")
+    p.add_argument("--format", choices=["zlab", "speculators"], default="zlab")
+    p.add_argument("--out", required=True, metavar="DIR")
+    p.add_argument("--step", metavar="best|last|N", default="best")
+
+    p = _command(commands, "import", "read a drafter of another trainer", _import)
+    p.add_argument("source")
+    _target_options(p)
+    p.add_argument("--out", required=True, metavar="DIR")
+
+    p = _command(commands, "check", "tell whether an engine will agree with what was trained", _check)
+    p.add_argument("drafter")
+    _target_options(p)
+    p.add_argument("--store", metavar="DIR")
+    p.add_argument("--prompts", metavar="FILE")
+    p.add_argument("--limit", type=int, default=16, metavar="N")
+    p.add_argument("--max-new-tokens", type=int, default=48, metavar="N")
+    p.add_argument("--json", action="store_true")
+
+    p = _command(commands, "status", "what a run is doing, from outside", _status)
+    p.add_argument("run_dir")
+    p.add_argument("--json", action="store_true")
+
+    p = _command(commands, "bench", "measure: flow, mixing, drafter, target, pipeline", _bench)
+    p.add_argument("what", choices=["flow", "mixing", "drafter", "target", "pipeline"])
+    p.add_argument("options", nargs=argparse.REMAINDER, help="see forebay bench WHAT --help")
+    return parser
+
+
+def _out(value: Any, as_json: bool, text: str | None = None) -> None:
+    print(json.dumps(value, indent=None if as_json else 1) if as_json or text is None else text)
+
+
+def _template_args(items: Sequence[str]) -> dict[str, Any]:
+    import yaml
+
+    out = {}
+    for item in items:
+        key, sep, value = item.partition("=")
+        if not sep:
+            raise UsageError(f"--template-arg '{item}' is not of the form key=value")
+        out[key] = yaml.safe_load(value)
+    return out
+
+
+def _config(a: argparse.Namespace) -> None:
+    from forebay import config
+
+    print(config.dump(config.load(a.file, a.overrides)), end="")
+
+
+def _prepare(a: argparse.Namespace) -> None:
+    from forebay import api
+
+    report = api.prepare(
+        a.inputs,
+        a.out,
+        target=a.target,
+        gguf_file=a.gguf_file,
+        heldout=a.heldout,
+        heldout_share=a.heldout_share,
+        max_length=a.max_length,
+        last_turn_only=a.last_turn_only,
+        template_args=_template_args(a.template_arg),
+        strict=a.strict,
+        workers=a.workers,
+        on_policy_rows=a.on_policy_rows,
+    )
+    _out(report, a.json, f"token store: {a.out}")
+
+
+def _regenerate(a: argparse.Namespace) -> None:
+    from forebay import api
+
+    if (a.target is None) == (a.endpoint is None):
+        raise UsageError("give either --target DIR (in process) or --endpoint URL (a server), not both and not neither")
+    summary = api.regenerate(
+        a.prompts,
+        a.out,
+        target=a.target,
+        gguf_file=a.gguf_file,
+        endpoint=a.endpoint,
+        model=a.model,
+        max_new_tokens=a.max_new_tokens,
+        batch_size=a.batch_size,
+        temperature=a.temperature,
+        seed=a.seed,
+        dtype=a.dtype,
+        device=a.device,
+        timeout_s=a.timeout,
+        template_args=_template_args(a.template_arg),
+    )
+    _out(summary, a.json)
+
+
+def _plan(a: argparse.Namespace) -> None:
+    from forebay import api, config
+
+    description = api.plan(config.load(a.file, a.overrides))
+    _out(description, a.json, api.plan_text(description))
+
+
+def _train(a: argparse.Namespace) -> None:
+    from forebay import api, config
+
+    if a.resume is None and a.file is None:
+        raise UsageError("give a run's YAML file, or --resume RUN to go on with one")
+    if a.resume is not None:
+        overrides = ([a.file] if a.file else []) + a.overrides
+        summary = api.resume(a.resume, overrides, allow_change=a.allow_change)
+    else:
+        summary = api.train(config.load(a.file, a.overrides))
+    _out(summary, a.json)
+
+
+def _eval(a: argparse.Namespace) -> None:
+    from forebay import api
+
+    report = api.evaluate(
+        a.drafter,
+        target=a.target,
+        gguf_file=a.gguf_file,
+        store=a.store,
+        prompts=a.prompts,
+        limit=a.limit,
+        max_new_tokens=a.max_new_tokens,
+        batch_size=a.batch_size,
+        temperature=a.temperature,
+        seed=a.seed,
+        speed=not a.no_speed,
+    )
+    _out(report, a.json)
+
+
+def _export(a: argparse.Namespace) -> None:
+    from forebay import api
+
+    print(api.export(a.source, a.out, format=a.format, step=a.step))
+
+
+def _import(a: argparse.Namespace) -> None:
+    from forebay import api
+
+    print(api.import_drafter(a.source, a.out, target=a.target, gguf_file=a.gguf_file))
+
+
+def _check(a: argparse.Namespace) -> int:
+    from forebay import api
+
+    report = api.check(
+        a.drafter,
+        target=a.target,
+        gguf_file=a.gguf_file,
+        store=a.store,
+        prompts=a.prompts,
+        limit=a.limit,
+        max_new_tokens=a.max_new_tokens,
+    )
+    _out(report, a.json)
+    return 0 if report.get("ok", True) else 1
+
+
+def _status(a: argparse.Namespace) -> None:
+    from forebay import api
+
+    status = api.status(a.run_dir)
+    _out(status, a.json, api.status_text(status))
+
+
+def _bench(a: argparse.Namespace) -> None:
+    from forebay.bench import main
+
+    main(a.what, a.options)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # two roles' thread pools must not spin against each other
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    arguments = build_parser().parse_args(argv)
+    try:
+        code = arguments.run(arguments)
+    except ForebayError as error:
+        print(f"forebay {arguments.command}: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print(f"forebay {arguments.command}: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        return 0
+    return int(code or 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,134 @@
+"""What a run needs to know before its first tensor: the rows, the item's one shape, its bytes, the epochs' plans.
+
+Guarantees: everything that can be refused from the configuration, the data's lengths and the target's configuration is
+refused here, with both numbers and the fix; nothing is loaded beyond a tokenizer. Called by `api.plan` and `training`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from forebay.config import RunConfig
+from forebay.data.pack import ItemShape, anchor_counts, host_bytes
+from forebay.data.store import TokenStore
+from forebay.errors import ConfigError, DataError
+from forebay.flow.admission import check_budget
+from forebay.flow.plan import EpochPlan, PlanParams, choose_anchors_per_item, choose_edges, plan_epoch
+
+STATE_BYTES = 2  # a hidden state's element in the buffer: bf16 (float32 runs keep what they compute, 4)
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """The decided part of a run."""
+
+    config: RunConfig
+    train: TokenStore
+    heldout: TokenStore | None
+    anchors: np.ndarray  # int64 [rows], anchors of each row
+    shape: ItemShape
+    params: PlanParams
+
+    @classmethod
+    def of(cls, config: RunConfig, *, feature_width: int, hidden_size: int, state_bytes: int) -> Preparation:
+        """`feature_width` K * H and `hidden_size` H of the target; `state_bytes` of one stored element."""
+        store = Path(config.data.store)
+        train = TokenStore.open(store / "train")
+        heldout = TokenStore.open(store / "heldout") if (store / "heldout").is_dir() else None
+        lengths = np.asarray(train.lengths)
+        plan = config.plan
+        longest = int(lengths.max(initial=0))
+        if longest > plan.token_budget:
+            raise ConfigError(
+                f"plan.token_budget {plan.token_budget} is below the longest sequence of {longest} tokens: raise it to "
+                f"{longest} or prepare the data with --max-length {plan.token_budget}"
+            )
+        anchors = anchor_counts(np.asarray(train.eligible), plan.anchor_rate, plan.anchors_per_row)
+        if not anchors.any():
+            raise DataError(
+                f"none of the {len(train)} rows of {store} has two supervised tokens in a row: see its report.json"
+            )
+        block = config.drafter.block_size
+        per_item = plan.anchors_per_item or choose_anchors_per_item(lengths, anchors, plan.token_budget)
+        scored = block if config.drafter.sample_from_anchor else block - 1
+        shape = ItemShape(
+            token_budget=plan.token_budget,
+            anchors=per_item,
+            slots=plan.slots_per_item or per_item * scored,
+            block_size=block,
+            sample_from_anchor=config.drafter.sample_from_anchor,
+        )
+        width = feature_width + (hidden_size if config.loss.needs_last_hidden else 0)
+        params = PlanParams(
+            token_budget=plan.token_budget,
+            anchors_per_item=shape.anchors,
+            slots_per_item=shape.slots,
+            scored_slots=scored,
+            bucket_edges=plan.bucket_edges or choose_edges(lengths[anchors > 0], plan.token_budget),
+            order=plan.order,
+            draw=config.buffer.draw,
+            window=config.optim.window,
+            min_fill=config.buffer.min_fill,
+            max_age=config.buffer.max_age,
+            item_bytes=plan.token_budget * width * state_bytes + host_bytes(shape),
+            seed=config.seed,
+            data_fingerprint=train.fingerprint,
+        )
+        return cls(config, train, heldout, anchors, shape, params)
+
+    def plan(self, epoch: int) -> EpochPlan:
+        """The jobs of one epoch."""
+        return plan_epoch(np.asarray(self.train.lengths), self.anchors, self.params, epoch)
+
+    def stored_plans(self, folder: Path) -> list[EpochPlan]:
+        """Every epoch's plan: read from `folder` where it is stored (and refused where it is another's), else made."""
+        folder.mkdir(parents=True, exist_ok=True)
+        plans = []
+        for epoch in range(self.config.optim.epochs):
+            file = folder / f"epoch-{epoch:03d}.plan"
+            if file.is_file():
+                plans.append(EpochPlan.load(file, expect=self.params))
+            else:
+                plans.append(self.plan(epoch))
+                plans[-1].save(file)
+        return plans
+
+    def check(self, plan: EpochPlan) -> list[str]:
+        """Raise ConfigError where the buffer cannot work with this plan (G3); returns warnings."""
+        buffer = self.config.buffer
+        return check_budget(
+            buffer.bytes,
+            int(plan.nbytes.max(initial=0)),
+            buffer.min_fill,
+            self.config.optim.window,
+            len(self.config.runtime.targets),
+            len(plan),
+            buffer.max_age,
+        )
+
+    @property
+    def heldout_prompts(self) -> list[list[int]]:
+        """Token ids of the held-out prompts of an evaluation: the first `eval.prompts` of the held-out store."""
+        if self.heldout is None:
+            return []
+        count = min(self.config.eval.prompts, len(self.heldout))
+        return [np.asarray(self.heldout.prompt(i)).tolist() for i in range(count)]
+
+
+def description(config: RunConfig, target_config: Any, layer_ids: tuple[int, ...]) -> dict[str, Any]:
+    """What `forebay plan` says of the first epoch, from the target's configuration alone."""
+    hidden = int(target_config.hidden_size)
+    half = config.target.dtype in ("bfloat16", "float16", "auto")
+    prepared = Preparation.of(
+        config, feature_width=len(layer_ids) * hidden, hidden_size=hidden, state_bytes=2 if half else 4
+    )
+    plan = prepared.plan(0)
+    out = plan.describe()
+    out["warnings"] = prepared.check(plan)
+    out["buffer_bytes"] = config.buffer.bytes
+    out["epochs"] = config.optim.epochs
+    return out

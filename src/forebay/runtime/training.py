@@ -1,0 +1,524 @@
+"""A training run from its configuration: assemble, run, look in on it, end it.
+
+Guarantees: nothing is written before everything that can be refused has been; a fresh run never continues into a
+folder that holds another; a resumed run compares the contract first. At each step boundary the weights, the optimizer
+and the ledger are snapshotted together. The best checkpoint is the one of the highest held-out accept length.
+Called by `api`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from forebay import config as configuration
+from forebay.config import RunConfig
+from forebay.data.pack import HostBatch, pack_item
+from forebay.decode.drafter import ServedDrafter
+from forebay.decode.evaluate import Report, evaluate
+from forebay.errors import ConfigError, DataError, ForebayError
+from forebay.flow.coordinator import Coordinator, FlowSettings
+from forebay.io import checkpoint
+from forebay.io.checkpoint import Checkpoints, Snapshot, write_text
+from forebay.io.formats import zlab
+from forebay.models.checks import check_states, self_test
+from forebay.models.drafter import Drafter
+from forebay.models.init import init_from_target, init_random
+from forebay.models.load import DTYPES, auto_dtype, cast, load_tokenizer
+from forebay.models.loss import FrozenHead
+from forebay.models.mask_token import choose_mask_token, token_counts
+from forebay.models.spec import drafter_spec
+from forebay.models.step import Borrowed
+from forebay.models.target import Target
+from forebay.observe.clock import Clocks
+from forebay.observe.console import Steps, say
+from forebay.observe.metrics import MetricsLog
+from forebay.runtime.local import Watchdog, run_local
+from forebay.runtime.preparation import Preparation
+from forebay.runtime.shell import FlowShell
+from forebay.runtime.turn import Turn
+from forebay.stages.item import Item, SlotPool
+from forebay.stages.train import DrafterReplica, DrafterStep, Outcome, train_loop
+
+STATUS_S = 2.0
+
+
+class TrainingRun:
+    """One run, fresh or resumed. `run()` trains to the end (or to a stop) and returns the summary."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        resume: bool = False,
+        allow_change: frozenset[str] = frozenset(),
+        quiet: bool = False,
+    ) -> None:
+        self.config, self.quiet = config, quiet
+        self.folder = Path(config.run_dir)
+        self.started = time.monotonic()
+        self.say = (lambda text: None) if quiet else say
+        self.checkpoints = Checkpoints(
+            self.folder / "checkpoints",
+            keep_last=config.checkpoint.keep_last,
+            background=config.checkpoint.background,
+            report=self.say,
+        )
+        saved = self._saved(resume)
+        self._load_target()
+        self._prepare()
+        self._build_drafter(saved)
+        if saved is not None:
+            checkpoint.check_contract(saved.contract, self.contract, allow_change)
+        self._write_folder()
+        self._build_flow(saved)
+
+    # -- assembling --------------------------------------------------------------------------------------------------
+
+    def _saved(self, resume: bool) -> Snapshot | None:
+        latest = self.checkpoints.latest()
+        if not resume:
+            if latest is not None:
+                raise ConfigError(
+                    f"{self.folder} already holds a run ({latest.name}): go on with `forebay train --resume "
+                    f"{self.folder}`, or choose another run_dir"
+                )
+            return None
+        if latest is None:
+            self.say(f"{self.folder} has no finished checkpoint yet: starting from the beginning")
+            return None
+        self.say(f"resuming from {latest}")
+        return checkpoint.load(latest)
+
+    def _load_target(self) -> None:
+        runtime = self.config.runtime
+        if runtime.threads:
+            torch.set_num_threads(runtime.threads)
+        self.cores = torch.get_num_threads()
+        self.targets = [Target.load(self.config.target, device) for device in runtime.targets]
+        self.target = self.targets[0]
+        self.in_use = [threading.Lock() for _ in self.targets]
+        if self.config.target.self_test:
+            cosine = min(self_test(self.target).values())
+            self.say(f"target {self.target.facts.name}: {self.target.dtype}, self-test cosine {cosine:.4f}")
+        chosen = runtime.dtype
+        self.dtype = (
+            DTYPES[chosen]
+            if chosen != "auto"
+            else self.target.dtype
+            if self.target.device.type == "cpu"
+            else auto_dtype(self.target.model, runtime.drafters[0])
+        )
+        if self.dtype == torch.float16:
+            self.dtype = torch.float32
+
+    def _prepare(self) -> None:
+        facts = self.target.facts
+        self.prepared = Preparation.of(
+            self.config,
+            feature_width=self.target.feature_width,
+            hidden_size=facts.hidden_size,
+            state_bytes=self.target.dtype.itemsize,
+        )
+        if self.config.eval.guard and self.prepared.heldout is None:
+            raise DataError(
+                f"{self.config.data.store} has no held-out part, so accept length cannot be measured: prepare with "
+                "--heldout FILE or --heldout-share, or set eval.guard=false"
+            )
+        self.counts = token_counts(self.prepared.train, facts.embedding_rows)
+
+    def _build_drafter(self, saved: Snapshot | None) -> None:
+        config, facts, notices = self.config, self.target.facts, []
+        mask = choose_mask_token(
+            load_tokenizer(config.target),
+            embedding_rows=facts.embedding_rows,
+            requested=config.drafter.mask_token_id,
+            eos_token_ids=facts.eos_token_ids,
+            pad_token_id=facts.pad_token_id,
+            bos_token_id=facts.bos_token_id,
+            counts=self.counts,
+            store=self.prepared.train,
+        )
+        notices.append(str(mask))
+        self.spec = drafter_spec(
+            config.drafter,
+            facts.config,
+            target_layer_ids=self.target.layer_ids,
+            num_target_layers=facts.num_layers,
+            vocab_size=facts.vocab_size,
+            mask_token_id=mask.id,
+            trained_max_length=int(np.asarray(self.prepared.train.lengths).max()),
+            dtype=str(self.dtype).removeprefix("torch."),
+            notices=notices,
+        )
+        devices = config.runtime.drafters
+        lead = Drafter(self.spec)
+        init_random(lead, config.seed)
+        if saved is not None:
+            lead.load_state_dict(saved.drafter)
+        elif config.drafter.init_from is not None:
+            lead.load_state_dict(zlab.load_weights(config.drafter.init_from, self.spec))
+        elif config.drafter.init == "target":
+            layers = {i: layer.state_dict() for i, layer in enumerate(self.target.layers)}
+            offset = 1.0 if facts.model_type.startswith("gemma") else 0.0
+            notices += init_from_target(lead, layers, config.drafter.init_target_layers, norm_offset=offset)
+        for notice in notices:
+            self.say(notice)
+        replicas = []
+        for device in devices:
+            module = Drafter(self.spec)
+            module.load_state_dict(lead.state_dict())
+            replicas.append(DrafterReplica(module.to(device), self._borrowed(device), config.loss, self.dtype))
+        self.replicas = replicas
+
+    def _borrowed(self, device: str) -> Borrowed:
+        facts, target = self.target.facts, self.target
+        kept = None
+        if self.config.loss.shortlist is not None:
+            seen = np.flatnonzero(self.counts)
+            short = np.union1d(
+                seen[seen < facts.vocab_size], np.arange(min(self.config.loss.shortlist, facts.vocab_size))
+            )
+            kept = torch.from_numpy(short)
+        head = FrozenHead.build(
+            target.head_weight.detach().to(device),
+            self.dtype,
+            kept,
+            facts.logit_scale,
+            facts.logit_softcap,
+            target.final_norm if self.config.loss.needs_last_hidden else None,
+        )
+        return Borrowed(target.embed_weight.detach().to(device), head, facts.embed_scale)
+
+    @property
+    def contract(self) -> dict[str, Any]:
+        """What a resume must find unchanged."""
+        skip = configuration.MAY_CHANGE_ON_RESUME
+        out: dict[str, Any] = {}
+        for section, values in self.config.model_dump(mode="json").items():
+            if section in skip:
+                continue
+            if not isinstance(values, dict):
+                out[section] = values
+                continue
+            out.update({f"{section}.{k}": v for k, v in values.items() if f"{section}.{k}" not in skip})
+        out.update({f"target.{k}": v for k, v in self.target.facts.identity.items()})
+        out.update({f"drafter.{k}": v for k, v in self.spec.to_dict().items() if k != "dtype"})
+        out["data"] = self.prepared.train.fingerprint
+        out["data.template"] = self.prepared.train.manifest.get("template_hash")
+        out.update({f"plan.{k}": v for k, v in self.prepared.params.as_dict().items() if k != "item_bytes"})
+        return out
+
+    def _write_folder(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_text(self.folder / "config.yaml", configuration.dump(self.config))
+        self.plans = self.prepared.stored_plans(self.folder / "plans")
+        self.log = MetricsLog(self.folder / "metrics.jsonl")
+
+    def _build_flow(self, saved: Snapshot | None) -> None:
+        config = self.config
+        self.total_steps = sum(plan.windows for plan in self.plans)
+        self.step = DrafterStep(self.replicas, config.optim, self.total_steps)
+        settings = FlowSettings.from_config(config)
+        if saved is None:
+            self.coordinator = Coordinator(settings)
+            for plan in self.plans:
+                self.coordinator.add_epoch(plan)
+        else:
+            self.coordinator = Coordinator.resume(settings, saved.state["flow"], self.plans.__getitem__)
+        self.coordinator.no_more_epochs()
+        for warning in self.coordinator.warnings:
+            self.say(f"warning: {warning}")
+        if saved is not None:
+            self.step.restore(saved.optimizer, saved.state["steps_taken"])
+        self.evals: list[dict[str, Any]] = saved.state["evals"] if saved is not None else []
+        largest = max(int(plan.nbytes.max()) for plan in self.plans)
+        self.pool = SlotPool(
+            config.buffer.bytes // largest,
+            self.prepared.shape.token_budget,
+            self.target.feature_width,
+            self.target.facts.hidden_size if config.loss.needs_last_hidden else None,
+            self.target.dtype,
+            pinned=self.target.device.type == "cuda",
+        )
+        self.shell = FlowShell(
+            self.coordinator,
+            on_discard=lambda item: self.pool.release(item.slot),
+        )
+        self.clocks = Clocks()
+        same = config.runtime.targets == config.runtime.drafters
+        self.alternate = config.runtime.device_sharing != "split" and same and len(self.targets) == 1
+        self.turn = Turn(shared=self.alternate)
+
+    # -- the stages' work --------------------------------------------------------------------------------------------
+
+    def _prepare_job(self, key: tuple[int, int]) -> HostBatch:
+        epoch, job = key
+        config = self.config
+        return pack_item(
+            self.prepared.train,
+            self.plans[epoch].job(job),
+            self.prepared.shape,
+            seed=config.seed,
+            anchor_rate=config.plan.anchor_rate,
+            anchors_per_row=config.plan.anchors_per_row,
+            gamma=config.loss.gamma_for(config.drafter.block_size) if config.loss.decay == "exp" else None,
+        )
+
+    def _extract(self, number: int) -> Any:
+        target, previous = self.targets[number], None
+
+        def compute(batch: HostBatch) -> Item:
+            nonlocal previous
+            slot = self.pool.acquire()
+            try:
+                with self.in_use[number]:
+                    echo = target.capture(batch, slot.features, slot.last_hidden)
+                name = f"epoch {batch.job.epoch} job {batch.job.id}"
+                previous = check_states(
+                    batch, slot.features, echo, width=target.feature_width, previous=previous, name=name
+                )
+            except BaseException:
+                self.pool.release(slot)
+                raise
+            return Item(batch, slot)
+
+        return compute
+
+    def _release(self, item: Item) -> None:
+        job = item.batch.job
+        self.pool.release(item.slot)
+        self.shell.release(job.epoch, job.id)
+
+    # -- running -----------------------------------------------------------------------------------------------------
+
+    def run(self) -> dict[str, Any]:
+        """Train until every job is committed or a stop is asked for; checkpoint; evaluate; export; summarise."""
+        config = self.config
+        resume_with = f"forebay train --resume {self.folder}"
+        watchdog = Watchdog(
+            self.shell,
+            self.clocks,
+            stall_s=config.runtime.stall_s,
+            say=self.say,
+            stacks=self.folder / "stacks.txt",
+            status=self._status,
+        )
+        clock = self.clocks.worker("drafter", "drafter 0")
+        self._status_at = 0.0
+        threads = self.cores if self.alternate else max(1, self.cores // 2)
+        done = self.step.taken
+        try:
+            if config.eval.at_start and not self.evals:
+                self._evaluate("start")
+            self.clocks.started = time.monotonic()
+            with Steps("train", self.total_steps, done, quiet=self.quiet) as self.bar:
+
+                def train() -> None:
+                    torch.set_num_threads(threads)
+                    train_loop(self.shell, self.step, self.turn, clock, self._release, self._after_step)
+                    if self.coordinator.closed and not self.shell.stopping:
+                        self._evaluate("end")
+                    self._checkpoint()
+                    self.checkpoints.finish()
+
+                left = run_local(
+                    self.shell,
+                    prepare=self._prepare_job,
+                    computes=[self._extract(i) for i in range(len(self.targets))],
+                    train=train,
+                    clocks=self.clocks,
+                    watchdog=watchdog,
+                    turn=self.turn,
+                    prefetch_threads=config.runtime.prefetch_threads,
+                    on_start=lambda role: torch.set_num_threads(1 if role == "prefetch" else threads),
+                    say=self.say,
+                )
+            for item in left:
+                self.pool.release(item.slot)
+        except ForebayError as error:
+            self.log.write("note", self.step.taken, {"failed": str(error)})
+            raise type(error)(f"{error}\nresume with: {resume_with}") from error
+        finally:
+            self.step.close()
+            for target in self.targets:
+                target.close()
+        summary = self._summary()
+        self.log.close()
+        if not summary["finished"]:
+            self.say(f"stopped at step {self.step.taken} of {self.total_steps}; resume with: {resume_with}")
+        return summary
+
+    def _after_step(self, window: Any, outcome: Outcome) -> None:
+        step, config = self.step.taken, self.config
+        sums = outcome.sums.report()
+        elapsed = max(1e-9, time.monotonic() - self.clocks.started)
+        self._tokens = getattr(self, "_tokens", 0) + outcome.tokens
+        waits = self.clocks.shares()["drafter"]["waits"]
+        stats = self.shell.stats()
+        self.log.write(
+            "step",
+            step,
+            {
+                "epoch": window.epoch,
+                "loss": outcome.loss,
+                "grad_norm": outcome.grad_norm,
+                "lr": outcome.lr,
+                "finite": outcome.finite,
+                "jobs": sorted(window.jobs),
+                "tokens": outcome.tokens,
+                "slots": outcome.slots,
+                "uniform_accept_length": sums["uniform_accept_length"],
+                "tokens_per_s": round(self._tokens / elapsed, 1),
+                "data_wait_share": round(sum(v for k, v in waits.items() if k != "turn"), 4),
+                "mixing_r": stats["last_window"]["r"],
+                "occupancy": stats["last_window"]["occupancy"],
+                "age_max": stats["last_window"]["age_max"],
+                "charged_bytes": stats["charged_bytes"],
+            },
+        )
+        note = f"loss {outcome.loss:.3f}  uniform accept {sums['uniform_accept_length']:.2f}"
+        if self.evals:
+            note += f"  held-out accept length {self.evals[-1]['accept_length']:.3f}"
+        self.bar.advance(note)
+        last = step >= self.total_steps
+        every = config.eval.every_steps
+        if outcome.finite and not last and every is not None and step % every == 0:
+            self._evaluate("step")
+        if outcome.finite and step % config.checkpoint.every_steps == 0 and not last:
+            self._checkpoint()
+
+    # -- evaluating --------------------------------------------------------------------------------------------------
+
+    def served(self, dtype: torch.dtype) -> ServedDrafter:
+        """The drafter as an engine would read it, from its exported form in memory."""
+        settings, tensors = zlab.to_layout(self.spec, self.replicas[0].module.state_dict())
+        return ServedDrafter(settings, tensors, dtype=dtype, device=self.target.device)
+
+    @contextlib.contextmanager
+    def _target_as(self, dtype: torch.dtype) -> Iterator[Any]:
+        """The first target, alone, in `dtype` (bf16 -> fp32 -> bf16 loses nothing)."""
+        own = self.target.dtype
+        with self.in_use[0]:
+            if dtype != own:
+                cast(self.target.model, dtype)
+            try:
+                yield self.target.model
+            finally:
+                if dtype != own:
+                    cast(self.target.model, own)
+
+    def _evaluate(self, when: str) -> None:
+        """Held-out accept length by the serving loop; with the guard, the trainer's forward over the same rounds."""
+        prompts = self.prepared.heldout_prompts
+        if not prompts:
+            return
+        config = self.config.eval
+        dtype = torch.float32 if config.dtype == "float32" else self.target.dtype
+        with self._target_as(dtype) as model:
+            report, _ = evaluate(
+                model,
+                self.served(dtype),
+                prompts,
+                max_new_tokens=config.max_new_tokens,
+                batch_size=config.batch_size,
+                reference=False,
+            )
+        self._record(when, report)
+
+    def _record(self, when: str, report: Report) -> None:
+        entry = {
+            "when": when,
+            "step": self.step.taken,
+            "accept_length": report.accept_length,
+            "acceptance_by_position": report.acceptance_by_position,
+            "rounds": report.rounds,
+            "seconds": round(report.seconds, 2),
+        }
+        self.evals.append(entry)
+        self.log.write("eval", self.step.taken, entry)
+        shares = " ".join(f"{share:.2f}" for share in report.acceptance_by_position)
+        self.say(f"step {self.step.taken}: held-out accept length {report.accept_length:.3f} (by position {shares})")
+
+    # -- checkpoints, status, summary --------------------------------------------------------------------------------
+
+    def _checkpoint(self) -> None:
+        now = [e for e in self.evals if e["step"] == self.step.taken and e["when"] != "start"]
+        self.checkpoints.save(self.snapshot(), now[-1]["accept_length"] if now else None)
+
+    def snapshot(self) -> Snapshot:
+        """Weights, optimizer and ledger at this step boundary."""
+        module = self.replicas[0].module
+        return Snapshot(
+            step=self.step.taken,
+            drafter={k: v.detach().to("cpu", copy=True).contiguous() for k, v in module.state_dict().items()},
+            optimizer=self.step.optimizer_tensors(),
+            state={
+                "step": self.step.taken,
+                "steps_taken": self.step.taken,
+                "flow": self.shell.snapshot(),
+                "evals": self.evals,
+                "spec": self.spec.to_dict(),
+            },
+            contract=self.contract,
+        )
+
+    def _status(self) -> None:
+        now = time.monotonic()
+        if now - self._status_at < STATUS_S:
+            return
+        self._status_at = now
+        status = {
+            "step": self.step.taken,
+            "total_steps": self.total_steps,
+            "unix_time": time.time(),
+            "waits": self.clocks.open_waits(),
+            "shares": self.clocks.shares(),
+            "flow": self.shell.stats(),
+            "failures": self.shell.failures[-10:],
+        }
+        with contextlib.suppress(OSError):  # a full disk must not end the run from here: the checkpoint says it
+            write_text(self.folder / "status.json", json.dumps(status, default=str))
+
+    def _summary(self) -> dict[str, Any]:
+        stats = self.shell.stats()
+        shares = self.clocks.shares()
+        left = sum(stats["jobs"][state] for state in ("pending", "leased", "ready", "drawn"))
+        quarantined = sum(len(jobs) for jobs in self.coordinator.quarantined.values())
+        planned = sum(len(plan) for plan in self.plans)
+        finished = left == 0
+        measured = [e for e in self.evals if e["when"] != "start"]
+        before = next((e for e in self.evals if e["when"] == "start"), None)
+        summary = {
+            "finished": finished,
+            "run_dir": str(self.folder),
+            "steps": self.step.taken,
+            "total_steps": self.total_steps,
+            "jobs_planned": planned,
+            "jobs_committed": planned - left - quarantined,
+            "jobs_quarantined": quarantined,
+            "accept_length_before": before["accept_length"] if before else None,
+            "accept_length_after": measured[-1]["accept_length"] if measured else None,
+            "acceptance_by_position": measured[-1]["acceptance_by_position"] if measured else None,
+            "busy_share": {k: v["busy_share"] for k, v in shares.items()},
+            "wait_share": {k: v["wait_share"] for k, v in shares.items()},
+            "waits": {k: v["waits"] for k, v in shares.items()},
+            "peak_bytes": stats["peak_bytes"],
+            "mixing": stats["mixing"],
+            "failures": self.shell.failures,
+            "wall_s": round(time.monotonic() - self.started, 1),
+        }
+        if finished:
+            folder = self.folder / "drafter"
+            zlab.export(folder, self.spec, self.replicas[0].module.state_dict())
+            summary["drafter"] = str(folder)
+        write_text(self.folder / "summary.json", json.dumps(summary, indent=1))
+        return summary
