@@ -1,9 +1,9 @@
-"""Files of conversations, read as a stream of records: JSONL, JSON, Parquet, Arrow, `datasets` folders, directories, globs.
+"""Files of conversations as a stream of records: JSONL, JSON, Parquet, Arrow, `datasets` folders, directories, globs.
 
-Guarantees: memory does not grow with the size of a file; the order is that of the arguments, then of the names, then of
-the rows; every record carries its file and line (row number for Parquet and Arrow); what cannot be read becomes a record
-that says why, and reading goes on with the next line, or the next file. JSON lines are passed on as bytes: parsing them
-is the workers' part (`parse`). Called by `data.prepare` and `stages.regenerate`. Knows nothing of conversations.
+Guarantees: memory does not grow with the size of a file; the order is that of the arguments, then of the names, then
+of the rows; every record carries its file and line (row number for Parquet and Arrow); what cannot be read becomes a
+record that says why, and reading goes on with the next line, or the next file. JSON lines are passed on as bytes:
+parsing them (`parse`) is the workers' part. Called by `data.prepare` and `stages.regenerate`. Knows no conversations.
 """
 
 from __future__ import annotations

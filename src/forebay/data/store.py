@@ -12,6 +12,7 @@ writer goes on after its last whole shard. Numpy only. Written by `data.prepare`
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -221,10 +222,8 @@ class StoreWriter:
     def abort(self) -> None:
         """Close the files as they are; the next writer removes them."""
         for file in self._files.values():
-            try:
+            with contextlib.suppress(OSError):  # a full disk: what is buffered cannot be written, and is not needed
                 file.close()
-            except OSError:
-                pass  # a full disk: what is buffered cannot be written, and is not needed
 
     def grams(self) -> list[tuple[np.ndarray, np.ndarray]]:
         """(index, uint64 grams) of every closed shard."""

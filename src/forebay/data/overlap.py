@@ -1,0 +1,33 @@
+"""Training prompts that repeat held-out ones: 13 consecutive tokens of what the user wrote in common.
+
+Guarantees: exact up to collisions of 64-bit hashes; a text shorter than 13 tokens only overlaps with its equal. What
+the template or a system turn adds is no overlap, so it is not looked at. Numpy only. Called by `data.encode` and
+`data.prepare`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+NGRAM = 13
+
+
+def gram_hashes(tokens: np.ndarray) -> np.ndarray:
+    """uint64 hash of every run of NGRAM tokens (of the whole, if it is shorter), each once."""
+    values = np.asarray(tokens, np.uint64) + np.uint64(1)
+    if not len(values):
+        return np.empty(0, np.uint64)
+    width = min(NGRAM, len(values))
+    hashes = np.full(len(values) - width + 1, width, np.uint64)
+    for step in range(width):  # wraps around, as unsigned arithmetic does
+        hashes = (hashes ^ values[step : step + len(hashes)]) * np.uint64(0x9E3779B97F4A7C15)
+        hashes ^= hashes >> np.uint64(29)
+    return np.unique(hashes)
+
+
+def overlapping(grams: np.ndarray, counts: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """bool [rows]: which rows have a gram in `other`. `counts` says how many of `grams` belong to each row."""
+    hits = np.isin(grams, other)
+    ends = np.cumsum(counts, dtype=np.int64)
+    total = np.concatenate([[0], np.cumsum(hits)])
+    return total[ends] > total[ends - counts]
