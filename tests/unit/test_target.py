@@ -12,7 +12,7 @@ import torch
 from forebay.config import TargetConfig
 from forebay.errors import ConfigError, DataError, TargetError, UsageError
 from forebay.models import load
-from forebay.models.checks import _Packed
+from forebay.models.checks import Packed
 from forebay.models.facts import check_layer_ids, default_layer_ids
 from forebay.models.load import load_model, load_tokenizer, locate, measure_dtypes
 from forebay.models.target import Target
@@ -52,7 +52,7 @@ def test_features_are_the_outputs_of_the_named_layers_and_the_last_is_refused_un
     model = constant_layers(tiny_target())
     target = Target(model, LAYER_IDS)
     out = torch.full((22, target.feature_width), -1.0)
-    target.capture(_Packed.of(TEXTS, (1, 2)), out)
+    target.capture(Packed.of(TEXTS, (1, 2)), out)
     assert out.unflatten(-1, (3, 32)).unique(dim=-1).squeeze(-1).unique(dim=0).tolist() == [[0, 2, 4]]
     with pytest.raises(ConfigError, match="layer 5 is the last"):
         Target(model, (0, 2, 5))
@@ -64,7 +64,7 @@ def test_an_allowed_last_layer_is_captured_before_the_final_norm():
     """C41: HF's hidden_states[-1] is after the norm; ours is before."""
     target = Target(tiny_target(), (0, 5), allow_last_layer=True)
     out = torch.zeros(3, 64)
-    target.capture(_Packed.of(TEXTS[:1], (1,)), out)
+    target.capture(Packed.of(TEXTS[:1], (1,)), out)
     with torch.no_grad():
         states = target.model(torch.tensor(TEXTS[:1]), output_hidden_states=True).hidden_states
     torch.testing.assert_close(target.final_norm(out[:, 32:]), states[-1][0])
@@ -83,7 +83,7 @@ def test_left_padding_in_transformers_gives_the_states_that_right_padding_gives_
         ).hidden_states
     expected = torch.cat([states[i + 1] for i in LAYER_IDS], -1)[mask.bool()]
     out = torch.zeros(22, target.feature_width)
-    target.capture(_Packed.of(TEXTS, (3,)), out)
+    target.capture(Packed.of(TEXTS, (3,)), out)
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -97,18 +97,18 @@ def test_nothing_after_the_last_captured_layer_runs():
     ):
         module.register_forward_pre_hook(lambda *_, _name=name: ran.append(_name))
     out, last = torch.zeros(22, target.feature_width), torch.zeros(22, 32)
-    target.capture(_Packed.of(TEXTS, (3,)), out)
+    target.capture(Packed.of(TEXTS, (3,)), out)
     assert ran == []
-    target.capture(_Packed.of(TEXTS, (3,)), out, last)
+    target.capture(Packed.of(TEXTS, (3,)), out, last)
     assert ran == ["layer 5"]
 
 
 def test_the_same_job_twice_gives_identical_states():
     """C53: nothing leaks from one forward into the next."""
-    target, batch = Target(tiny_target(), LAYER_IDS), _Packed.of(TEXTS, (1, 2))
+    target, batch = Target(tiny_target(), LAYER_IDS), Packed.of(TEXTS, (1, 2))
     first, second = torch.zeros(22, target.feature_width), torch.zeros(22, target.feature_width)
     target.capture(batch, first)
-    target.capture(_Packed.of([TEXTS[2]], (1,)), torch.zeros(12, target.feature_width))
+    target.capture(Packed.of([TEXTS[2]], (1,)), torch.zeros(12, target.feature_width))
     target.capture(batch, second)
     assert torch.equal(first, second)
 
@@ -117,7 +117,7 @@ def test_the_slot_may_have_another_dtype():
     target = Target(tiny_target(), LAYER_IDS)
     full, half = torch.zeros(22, 96), torch.zeros(22, 96, dtype=torch.bfloat16)
     for out in (full, half):
-        target.capture(_Packed.of(TEXTS, (3,)), out)
+        target.capture(Packed.of(TEXTS, (3,)), out)
     assert torch.equal(full.bfloat16(), half)
 
 
@@ -133,7 +133,7 @@ def test_a_plain_forward_in_another_thread_is_not_stopped_while_capturing():
 
     target.layers[1].register_forward_hook(pause)
     out = torch.zeros(22, target.feature_width)
-    worker = threading.Thread(target=lambda: target.capture(_Packed.of(TEXTS, (3,)), out))
+    worker = threading.Thread(target=lambda: target.capture(Packed.of(TEXTS, (3,)), out))
     worker.start()
     assert inside.wait(20)
     with torch.no_grad():
@@ -147,7 +147,7 @@ def test_a_token_without_an_embedding_row_is_an_error_on_the_host():
     """C35."""
     target = Target(tiny_target(), LAYER_IDS)
     with pytest.raises(DataError, match="token 5000 >= 320 embedding rows"):
-        target.capture(_Packed.of([[4, 5000]], (1,)), torch.zeros(2, target.feature_width))
+        target.capture(Packed.of([[4, 5000]], (1,)), torch.zeros(2, target.feature_width))
 
 
 def test_a_folder_loads_with_facts_and_the_fingerprint_is_the_same_in_every_dtype(tmp_path):

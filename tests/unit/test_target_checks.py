@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from forebay.errors import TargetError
-from forebay.models.checks import _Packed, check_states, self_test
+from forebay.models.checks import Packed, check_states, self_test
 from forebay.models.target import Target
 from tiny import LAYER_IDS, tiny_target
 
@@ -20,7 +20,7 @@ def target() -> Target:
 
 
 def captured(target: Target, texts: list[list[int]]):
-    batch = _Packed.of(texts, (1, len(texts) - 1))
+    batch = Packed.of(texts, (1, len(texts) - 1))
     out = torch.zeros(len(batch.tokens) + 4, target.feature_width)
     return batch, out, target.capture(batch, out)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from forebay.errors import TargetError
-from forebay.models.checks import _Packed
+from forebay.models.checks import Packed
 from forebay.models.target import Target
 from target_families import LAYERS, ROWS, TEXT, WRAPPED, family
 
@@ -35,7 +35,7 @@ def test_captured_states_equal_a_plain_forward_alone_and_batched(name):
     texts = prompts()
     expected = [reference(target, ids) for ids in texts]
     for splits in ((1, 1, 1), (1, 2), (3,)):
-        batch = _Packed.of(texts, splits)
+        batch = Packed.of(texts, splits)
         out = torch.full((len(batch.tokens) + 5, target.feature_width), 7.0)
         last = torch.zeros(len(batch.tokens) + 5, target.facts.hidden_size)
         echo = target.capture(batch, out, last)

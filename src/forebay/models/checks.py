@@ -94,7 +94,7 @@ def _sample(batch: Rows, features: torch.Tensor, tokens: int) -> Sample:
 
 
 @dataclass(frozen=True)
-class _Packed:
+class Packed:
     """Prompts in the shape of a host batch. `splits` makes one sub-batch of each, or one of all."""
 
     tokens: np.ndarray
@@ -102,11 +102,11 @@ class _Packed:
     splits: tuple[int, ...]
 
     @property
-    def job(self) -> _Packed:
+    def job(self) -> Packed:
         return self
 
     @classmethod
-    def of(cls, prompts: Sequence[Sequence[int]], splits: tuple[int, ...]) -> _Packed:
+    def of(cls, prompts: Sequence[Sequence[int]], splits: tuple[int, ...]) -> Packed:
         lengths = [len(p) for p in prompts]
         return cls(
             np.concatenate([np.asarray(p, np.int32) for p in prompts]),
@@ -151,7 +151,7 @@ def self_test(target: Target, prompts: Sequence[Sequence[int]] | None = None) ->
 
 
 def _captured(target: Target, prompts: Sequence[Sequence[int]], splits: tuple[int, ...]) -> torch.Tensor:
-    batch = _Packed.of(prompts, splits)
+    batch = Packed.of(prompts, splits)
     out = torch.zeros(len(batch.tokens), target.feature_width, dtype=target.dtype, device=target.device)
     target.capture(batch, out)
     return out
