@@ -19,6 +19,7 @@ Floats = npt.NDArray[np.float32]
 
 GOOD_FILL = 0.985
 ROWS_OF_A_JOB = 16  # more and smaller rows than this are tied into units: a finer choice gains nothing
+AGE = 4  # what being the oldest of a lane is worth, in average rows: more spoils the fit under two budgets
 CHUNK = 2**15  # elements of one lock-step block: stays in the processor's cache
 
 
@@ -31,31 +32,44 @@ def _lanes(tokens: Floats, weights: Floats, width: int, mean: tuple[float, float
     """
     lanes = tokens.shape[0]
     every = np.arange(lanes)
-    tokens, weights = tokens.copy(), weights.copy()
+    tokens = tokens.copy()
     jobs = np.full((lanes, width), -1, dtype=np.int64)
     job = np.zeros(lanes, dtype=np.int64)
     open_rows = np.zeros(lanes, dtype=np.int64)
-    room_t = np.full(lanes, budget[0], dtype=np.float32)
-    room_w = np.full(lanes, budget[1], dtype=np.float32)
-    # The oldest row wins ties: over a lane, age is worth about one average row.
-    age = (np.arange(width, dtype=np.float32) * np.float32(mean[0] / width))[None, :]
+    room_t = np.full((lanes, 1), budget[0], dtype=np.float32)
+    room_w = np.full((lanes, 1), budget[1], dtype=np.float32)
+    mean_t, mean_w = np.float32(mean[0]), np.float32(mean[1])
     scale = np.float32(budget[0] / budget[1])
     gone = np.float32(np.inf)
     left = np.isfinite(tokens).sum(axis=1)
+    place = np.broadcast_to(np.arange(width), (lanes, width))
+    age = np.arange(width, dtype=np.float32) * (AGE * mean_t / width)
+    score, other = np.empty_like(tokens), np.empty_like(tokens)
+    over, over_w = np.empty(tokens.shape, dtype=np.bool_), np.empty(tokens.shape, dtype=np.bool_)
     while left.any():
-        rest_t = np.rint(room_t / np.float32(mean[0]))
-        rest_w = np.rint(room_w / np.float32(mean[1]))
-        others = np.maximum(np.minimum(rest_t, rest_w), 1) - 1
-        score = np.abs((room_t - others * np.float32(mean[0]))[:, None] - tokens)
-        score += np.abs((room_w - others * np.float32(mean[1]))[:, None] - weights) * scale
-        score += age * np.minimum(others, 3)[:, None]
-        score[(tokens > room_t[:, None]) | (weights > room_w[:, None])] = gone
+        if int(left.max()) <= tokens.shape[1] // 2:  # forget the places of rows that are in jobs already
+            keep = np.argsort(np.isinf(tokens), axis=1, kind="stable")[:, : int(left.max())]
+            place = np.take_along_axis(place, keep, axis=1)
+            tokens, weights = np.take_along_axis(tokens, keep, axis=1), np.take_along_axis(weights, keep, axis=1)
+            age = place.astype(np.float32) * (AGE * mean_t / width)
+            score, other = np.empty_like(tokens), np.empty_like(tokens)
+            over, over_w = np.empty(tokens.shape, dtype=np.bool_), np.empty(tokens.shape, dtype=np.bool_)
+        others = np.maximum(np.minimum(np.rint(room_t / mean_t), np.rint(room_w / mean_w)), 1) - 1
+        np.abs(np.subtract(room_t - others * mean_t, tokens, out=score), out=score)
+        np.abs(np.subtract(room_w - others * mean_w, weights, out=other), out=other)
+        np.multiply(other, scale, out=other)
+        np.add(score, other, out=score)
+        np.multiply(age, np.minimum(others, 3), out=other)
+        np.add(score, other, out=score)
+        np.greater(tokens, room_t, out=over)
+        np.greater(weights, room_w, out=over_w)
+        np.copyto(score, gone, where=np.logical_or(over, over_w, out=over))
         best = np.argmin(score, axis=1)
         fits = score[every, best] < gone
         rows, at = every[fits], best[fits]
-        jobs[rows, at] = job[rows]
-        room_t[rows] -= tokens[rows, at]
-        room_w[rows] -= weights[rows, at]
+        jobs[rows, place[rows, at]] = job[rows]
+        room_t[rows, 0] -= tokens[rows, at]
+        room_w[rows, 0] -= weights[rows, at]
         tokens[rows, at] = gone
         left[rows] -= 1
         open_rows[rows] += 1

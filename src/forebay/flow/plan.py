@@ -297,7 +297,7 @@ def plan_epoch(lengths: Ints, anchors: Ints, params: PlanParams, epoch: int) -> 
     stream = random.permutation(2**40, len(lengths)).astype(np.int32)
     stream = stream[anchors[stream] > 0]
     bucket_of = np.searchsorted(edges, lengths[stream]).astype(np.uint8)
-    job_of = np.empty(len(stream), dtype=np.int64)
+    job_of = np.empty(len(stream), dtype=np.int32)
     moment: list[Ints] = []
     buckets: list[Ints] = []
     jobs = 0
@@ -307,7 +307,7 @@ def plan_epoch(lengths: Ints, anchors: Ints, params: PlanParams, epoch: int) -> 
             continue
         rows = stream[at]
         found = pack(lengths[rows].astype(np.int64), anchors[rows].astype(np.int64), p.token_budget, anchor_budget)
-        count = int(found[-1] if len(found) == 1 else found.max()) + 1
+        count = int(found.max()) + 1
         job_of[at] = jobs + found
         # Job i is emitted when the stream has brought as many rows of the bucket as jobs 0..i hold.
         moment.append(at[np.cumsum(np.bincount(found, minlength=count)) - 1])
@@ -322,7 +322,7 @@ def plan_epoch(lengths: Ints, anchors: Ints, params: PlanParams, epoch: int) -> 
         ranking = random.permutation(2**40 + 1, jobs)
     else:  # sorted: bucket after bucket, as batching by length without thought of mixing does
         ranking = np.lexsort((when, kind))
-    new_id = np.empty(jobs, dtype=np.int64)
+    new_id = np.empty(jobs, dtype=np.int32)
     new_id[ranking] = np.arange(jobs)
     plan = _assemble(lengths, anchors, p, epoch, stream, new_id[job_of], kind[ranking])
     if p.draw == "planned":
@@ -356,7 +356,7 @@ def _assemble(
     """Arrays of the plan, the rows of each job longest first."""
     jobs = len(kind)
     longest = int(lengths.max())
-    order = np.argsort(job * (longest + 1) + (longest - lengths[stream]), kind="stable")
+    order = np.argsort(job.astype(np.int64) * (longest + 1) + (longest - lengths[stream]), kind="stable")
     rows = stream[order]
     job = job[order]
     sorted_lengths = lengths[rows].astype(np.int32)

@@ -17,7 +17,7 @@ class CounterRandom:
 
     def __init__(self, seed: int, stream: int) -> None:
         self._bits = np.random.Philox(key=np.array([seed, stream], dtype=np.uint64))
-        self._state: dict[str, Any] = dict(self._bits.state)
+        self._state: Any = self._bits.state
 
     def _seek(self, counter: int) -> None:
         words = self._state["state"]["counter"]
