@@ -11,19 +11,19 @@ n heads, m key/value heads, D head size, V vocabulary.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from forebay.errors import ContractError
+from forebay.io.formats import read_drafter
+from forebay.io.formats.zlab import zlab_config, zlab_tensors
 
 Head = Callable[[Tensor], Tensor]
 
@@ -83,6 +83,7 @@ class ServedDrafter:
         self._window_from: str = dflash.get("window_from", "query")
         self._sliding_causal = bool(dflash.get("sliding_causal", True))
         self._rope = _rotary(config, self.head_dim, self.device)
+        self.theta = float(self._rope.config.rope_parameters["rope_theta"])
         vocabulary = ("d2t", "t2d")
         self._weights = {
             key: tensor.to(device=self.device, dtype=dtype) for key, tensor in tensors.items() if key not in vocabulary
@@ -93,13 +94,14 @@ class ServedDrafter:
             self.vocabulary = offsets + torch.arange(len(offsets), device=self.device)
 
     @classmethod
-    def load(
+    def from_folder(
         cls, folder: str | Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
     ) -> ServedDrafter:
-        """Read `config.json` and `model.safetensors` of an exported folder."""
-        path = Path(folder)
-        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-        return cls(config, load_file(path / "model.safetensors"), dtype, device)
+        """Read an exported z-lab folder, strictly. A speculators folder is read by its meaning, as a z-lab one."""
+        stored = read_drafter(folder)
+        tensors = zlab_tensors(stored.spec, stored.tensors, stored.vocabulary, stored.head)
+        config = stored.config if stored.format == "zlab" else zlab_config(stored.spec, stored.dflash)
+        return cls(config, tensors, dtype, device)
 
     # -- forward -------------------------------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from forebay.errors import ContractError, UsageError, nearest
 from forebay.models.spec import DrafterSpec
+from forebay.models.vocabulary import kept_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 PICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
@@ -175,35 +176,14 @@ def write_folder(
         shutil.rmtree(part, ignore_errors=True)
 
 
-def vocabulary_tensors(vocabulary: Tensor, vocab_size: int) -> dict[str, Tensor]:
-    """The stored maps of a reduced vocabulary: `d2t[i]` = target id - i, `t2d` marks the target ids in the map."""
-    ids = vocabulary.long()
-    if ids.numel() != ids.unique().numel() or int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
-        raise ContractError(f"the draft vocabulary must name different target tokens below {vocab_size}")
-    member = torch.zeros(vocab_size, dtype=torch.bool)
-    member[ids] = True
-    return {"d2t": ids - torch.arange(len(ids)), "t2d": member}
-
-
 def take_vocabulary(tensors: dict[str, Tensor], spec: DrafterSpec, where: str) -> Tensor | None:
     """Remove the maps from `tensors` and return the target id of each draft token; None for a full vocabulary.
 
     C34: a reduced vocabulary without its map is an error, never ids 0..N-1.
     """
-    offsets, member = tensors.pop("d2t", None), tensors.pop("t2d", None)
-    if spec.draft_vocab_size is None:
-        if offsets is not None or member is not None:
-            raise ContractError(f"{where}: has a vocabulary map (d2t, t2d) but no draft_vocab_size")
-        return None
-    if offsets is None:
-        raise ContractError(
-            f"{where}: draft_vocab_size is {spec.draft_vocab_size} but the map d2t is missing: which tokens the "
-            "drafter's head means is stored with its weights or lost"
-        )
-    if len(offsets) != spec.draft_vocab_size:
-        raise ContractError(f"{where}: d2t maps {len(offsets)} tokens, draft_vocab_size is {spec.draft_vocab_size}")
-    vocabulary = offsets.long() + torch.arange(len(offsets))
-    expected = vocabulary_tensors(vocabulary, spec.vocab_size)["t2d"]
-    if member is not None and not torch.equal(member.bool(), expected):
-        raise ContractError(f"{where}: d2t and t2d name different tokens")
-    return vocabulary
+    maps = {name: tensors.pop(name) for name in ("d2t", "t2d") if name in tensors}
+    if spec.draft_vocab_size is not None:
+        return kept_of(maps, spec.draft_vocab_size, spec.vocab_size)
+    if maps:
+        raise ContractError(f"{where}: has a vocabulary map ({', '.join(sorted(maps))}) but no draft_vocab_size")
+    return None

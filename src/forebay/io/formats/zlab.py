@@ -26,10 +26,10 @@ from forebay.io.formats.folder import (
     stored_dtype,
     take_vocabulary,
     tensor_shapes,
-    vocabulary_tensors,
     write_folder,
 )
 from forebay.models.spec import ROPE_FIELDS, DrafterSpec
+from forebay.models.vocabulary import map_tensors
 
 #: Fields that change what is computed, and so are read.
 MEANING = {
@@ -58,6 +58,7 @@ INERT = {
     *("initializer_range", "max_window_layers", "id2label", "label2id", "problem_type", "output_hidden_states"),
     *("output_attentions", "return_dict", "chunk_size_feed_forward", "tokenizer_class"),
 }
+KNOWN = MEANING | INERT | set(FIXED)
 
 
 def zlab_config(spec: DrafterSpec, extras: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -190,9 +191,9 @@ def _check_fields(config: Mapping[str, Any], dflash: Mapping[str, Any], where: s
         if name in FIXED:
             if value not in (None, FIXED[name]):
                 raise ContractError(f"{where}: {name} is {value!r}, the drafter computes {FIXED[name]!r} only")
-        elif name not in MEANING and name not in INERT and value is not None:
+        elif name not in KNOWN and value is not None:
             raise ContractError(
-                f"{where}: unknown field '{name}'{nearest(name, MEANING | INERT | set(FIXED))} may change what the drafter "
+                f"{where}: unknown field '{name}'{nearest(name, KNOWN)} may change what the drafter "
                 "computes: remove it if it does not"
             )
     for name, value in dflash.items():
@@ -280,7 +281,7 @@ def zlab_tensors(
             f"{'missing' if vocabulary is None else 'given'}: a reduced vocabulary travels with its map"
         )
     if vocabulary is not None:
-        out |= vocabulary_tensors(vocabulary, spec.vocab_size)
+        out |= map_tensors(vocabulary.long(), spec.vocab_size)
         if head is not None:
             out["lm_head.weight"] = head.detach().to(DTYPES[spec.dtype])
     return out
