@@ -3,7 +3,8 @@
 Guarantees: parameter names are those of the z-lab layout (`fc`, `hidden_norm`, `norm`, `layers.N....`); masters keep
 the dtype they were built with (fp32), and the forward pass computes in the dtype of the features it is given. The
 embedding and the head are the target's: they come in as tensors, are never owned, and never reach the state dict.
-Every parameter is trained; the only buffers are the map of a reduced vocabulary. Called by `models.step` and the guard; served drafters live in `decode/`, apart from this.
+Every parameter is trained; the only buffers are the map of a reduced vocabulary. Called by `models.step` and the guard;
+served drafters live in `decode/`, apart from this.
 
 Legend: T context tokens, K captured layers, A anchors, B slots of a block, H hidden size.
 """

@@ -41,7 +41,7 @@ def draft_vocabulary(counts: Counts, size: int, vocab_size: int) -> Tensor:
 
 
 def map_tensors(kept: Tensor, vocab_size: int) -> dict[str, Tensor]:
-    """As stored beside a drafter: `d2t` [n], the offset from a draft id to its token id, and `t2d` [vocabulary] bool."""
+    """As stored: `d2t` [n], the offset from a draft id to its token id, and `t2d` [vocabulary], which ids are kept."""
     t2d = torch.zeros(vocab_size, dtype=torch.bool)
     t2d[kept] = True
     return {"d2t": kept - torch.arange(len(kept)), "t2d": t2d}

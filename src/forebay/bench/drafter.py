@@ -1,0 +1,170 @@
+"""`forebay bench drafter`: one real training step of the drafter on random data, timed.
+
+A step is everything a run does for a window of one item: forward, head and loss, backward, clipping, AdamW. Every token
+is supervised and every block whole, so all slots are scored. Reported: medians after a warm-up, the share of the matmul
+speed measured in the same process, and how far the resident memory grew beyond what the imports took (so run it in a
+process of its own). Called by `api`; imports the model and nothing of a run.
+"""
+
+from __future__ import annotations
+
+import resource
+import statistics
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from forebay.config import LossConfig
+from forebay.models.drafter import Drafter
+from forebay.models.init import init_random
+from forebay.models.loss import FrozenHead
+from forebay.models.spec import DrafterSpec
+from forebay.models.step import Borrowed, micro_step
+
+WARM_UP = 3
+CAPTURED = 3
+
+
+def bench_drafter(
+    hidden: int = 256,
+    layers: int = 2,
+    block: int = 16,
+    tokens: int = 512,
+    anchors: int = 64,
+    vocab: int = 32_000,
+    dtype: str = "float32",
+    threads: int | None = None,
+    steps: int = 10,
+    device: str = "cpu",
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Time training steps. Returns plain numbers; see the module for what they mean."""
+    if threads:
+        torch.set_num_threads(threads)
+    before = resident_bytes()
+    compute = getattr(torch, dtype)
+    spec = DrafterSpec(
+        hidden_size=hidden,
+        target_hidden_size=hidden,
+        layers=layers,
+        heads=max(1, hidden // 64),
+        kv_heads=max(1, hidden // 128),
+        head_dim=min(64, hidden),
+        intermediate_size=3 * hidden,
+        vocab_size=vocab,
+        block_size=block,
+        mask_token_id=vocab - 1,
+        target_layer_ids=tuple(range(CAPTURED)),
+        num_target_layers=12,
+        trained_max_length=tokens,
+        dtype=dtype,
+    )
+    drafter = Drafter(spec)
+    init_random(drafter, seed)
+    drafter.to(device)
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float32).to(device, compute)
+
+    borrowed = Borrowed(normal(vocab, hidden), FrozenHead.build(normal(vocab, hidden).div_(hidden**0.5), compute))
+    features = normal(tokens, CAPTURED * hidden)
+    batch = whole_blocks(tokens, anchors, block, vocab - 1, seed)
+    optimizer = torch.optim.AdamW(drafter.parameters(), lr=6e-4, weight_decay=0.0, fused=True)
+    loss = LossConfig()
+    scale = 1 / float(batch.slot_weight.sum())
+
+    def step() -> None:
+        micro_step(drafter, batch, features, borrowed, loss, scale, dtype=compute)
+        torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    wall, cpu = timed(step, steps, device)
+    growth = peak_resident_bytes() - before
+    flops = step_flops(spec, tokens, anchors)
+    peak = matmul_flops_per_s(compute, device)
+    return {
+        "context_tokens_per_s": tokens / wall,
+        "slots_per_s": batch.n_slots / wall,
+        "peak_memory_growth_bytes": growth,
+        "share_of_peak": flops / wall / peak,
+        "step_s": wall,
+        "step_cpu_s": cpu,
+        "step_flops": flops,
+        "matmul_flops_per_s": peak,
+        "parameters": sum(p.numel() for p in drafter.parameters()),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def whole_blocks(tokens: int, anchors: int, block: int, vocab: int, seed: int) -> SimpleNamespace:
+    """One document of `tokens` tokens, all supervised, with `anchors` random anchors whose blocks fit."""
+    rng = np.random.default_rng(seed)
+    ids = rng.integers(0, vocab, tokens)
+    rows = np.sort(rng.choice(tokens - block + 1, anchors, replace=anchors > tokens - block + 1))
+    slots = np.arange(1, block)
+    index = (np.arange(anchors)[:, None] * block + slots).ravel()
+    return SimpleNamespace(
+        tokens=ids,
+        positions=np.arange(tokens),
+        doc_offsets=np.array([0, tokens]),
+        anchors=rows,
+        anchor_start=np.zeros(anchors, np.int64),
+        n_anchors=anchors,
+        slot_index=index,
+        slot_label=ids[rows[:, None] + slots].ravel(),
+        slot_weight=np.tile(np.exp(-(slots - 1) / 7.0), anchors).astype(np.float32),
+        slot_source=(rows[:, None] + slots - 1).ravel(),
+        n_slots=len(index),
+    )
+
+
+def step_flops(spec: DrafterSpec, tokens: int, anchors: int) -> float:
+    """Matmul operations a step must do (DFLASH.md): fusion, context keys and values, body, attention, head."""
+    h, queries = spec.hidden_size, anchors * spec.block_size
+    q, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    layer = h * (2 * q + 2 * kv + 3 * spec.intermediate_size)
+    context = tokens * (4 * spec.feature_size * h + 12 * spec.layers * h * kv)
+    body = 6 * spec.layers * layer * queries
+    attention = 14 * spec.layers * q * (tokens / 2 + spec.block_size) * queries
+    return float(context + body + attention + 4 * h * spec.head_rows * anchors * spec.scored_slots)
+
+
+def matmul_flops_per_s(dtype: torch.dtype, device: str = "cpu", size: int = 1024) -> float:
+    """The best of a few square matmuls."""
+    a, b = (torch.randn(size, size).to(device, dtype) for _ in range(2))
+    fastest = min(timed(lambda: a @ b, 1, device, warm_up=1)[0] for _ in range(8))
+    return float(2 * size**3 / fastest)
+
+
+def timed(step: Any, steps: int, device: str, warm_up: int = WARM_UP) -> tuple[float, float]:
+    """Median wall and CPU seconds of a call."""
+    wall, cpu = [], []
+    for i in range(warm_up + steps):
+        start, used = time.perf_counter(), time.process_time()
+        step()
+        if device != "cpu":
+            torch.cuda.synchronize(device)
+        if i >= warm_up:
+            wall.append(time.perf_counter() - start)
+            cpu.append(time.process_time() - used)
+    return statistics.median(wall), statistics.median(cpu)
+
+
+def resident_bytes() -> int:
+    """Resident memory now; where the system does not say, the peak so far."""
+    status = Path("/proc/self/statm")
+    if status.is_file():
+        return int(status.read_text().split()[1]) * resource.getpagesize()
+    return peak_resident_bytes()
+
+
+def peak_resident_bytes() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
