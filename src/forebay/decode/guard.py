@@ -268,7 +268,7 @@ def _pattern(report: GuardReport) -> str:
     """What the shape of the difference points to."""
     loop, trainer, same = report.loop_acceptance, report.trainer_acceptance, report.agreement_by_position
     higher, lower = (trainer, loop) if sum(trainer) >= sum(loop) else (loop, trainer)
-    if higher[0] > 0.1 and lower[0] < 0.5 * higher[0] and sum(lower[1:]) < 0.05 * max(sum(higher[1:]), 1e-9):
+    if higher[0] > 0.1 and 0.02 < lower[0] < 0.5 * higher[0] and sum(lower[1:]) < 0.05 * max(sum(higher[1:]), 1e-9):
         return "Position 1 is low and the rest near zero on one side: look at rope (theta, scaling) or positions"
     drop = max(range(1, len(same)), key=lambda j: same[j - 1] - same[j], default=0)
     if drop and same[drop - 1] >= NEEDED and same[drop] < 0.9:
