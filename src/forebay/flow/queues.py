@@ -215,7 +215,7 @@ class BucketedHSQueue:
             if left[turn]:
                 left[turn] -= 1
                 taken.append(turn)
-            elif expected[turn] and not ended:
+            elif not ended and expected[turn]:
                 if not blocked:
                     return None
                 passes += 1
