@@ -54,9 +54,8 @@ class TargetFacts:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What a checkpoint remembers of its target, and a resume compares."""
+        """What a checkpoint remembers of its target, and a resume compares. A folder may be renamed: no name."""
         return {
-            "name": self.name,
             "architecture": self.architecture,
             "num_layers": self.num_layers,
             "hidden_size": self.hidden_size,

@@ -153,7 +153,8 @@ class Target:
         """Write the batch's states into `out` [T, K * H] (and the last layer's into `out_last` [T, H]).
 
         Returns the echo that `check_states` compares: the token ids that were run, in packed order, int32 [real].
-        Rows beyond the batch's tokens are not written. Copies to another device are enqueued on the current stream.
+        Rows beyond the batch's tokens are not written. Where `out` is the host's and the target is not, the copies have
+        ended when this returns; where both are on a device, they are enqueued on the current stream.
         """
         assert out.shape[-1] == self.feature_width, f"slot of width {out.shape[-1]} for {self.feature_width} features"
         offsets = batch.doc_offsets
@@ -165,6 +166,8 @@ class Target:
             last = None if out_last is None else out_last[here]
             echo.append(self._capture_rows(batch.tokens[here], lengths, out[here], last))
             row += count
+        if self.device.type == "cuda" and out.device.type == "cpu":
+            torch.cuda.current_stream(self.device).synchronize()
         return np.concatenate(echo) if echo else np.zeros(0, np.int32)
 
     def run(self, ids: torch.Tensor, stop: int | None = None) -> None:
@@ -186,7 +189,7 @@ class Target:
         padded[real] = tokens
         index = None if real.all() else torch.from_numpy(np.flatnonzero(real)).to(self.device)
         # column by column into another device's memory would be many small copies: gather here, copy once
-        features = out if out.device == self.device else out.new_empty(out.shape, device=self.device)
+        features = out if out.device == self.device else torch.empty_like(out, device=self.device)
         top = self.facts.num_layers - 1
         sink = _Sink(
             stop=self.layer_ids[-1] if out_last is None else top,
