@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import GptOssConfig, GptOssForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from forebay.stages.generation import Generator
+from forebay.stages.generation import Generator, Question
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -26,6 +26,12 @@ def prompts(count: int, seed: int = 0) -> list[list[int]]:
     ]
 
 
+def asked(texts, seeds=None):
+    return [
+        Question(i, text, seed) for i, (text, seed) in enumerate(zip(texts, seeds or [0] * len(texts), strict=True))
+    ]
+
+
 @torch.inference_mode()
 def plain(model, prompt, stops, room):
     tokens = []
@@ -42,11 +48,11 @@ def test_replies_equal_the_models_own_greedy_text_for_every_batch_size(model, ba
     """Refilled rows, dropped rows and left padding must not change a token."""
     texts, stops = prompts(23), set(range(1, 9))
     generator = Generator(model, stops=stops, pad=0, limit=64)
-    replies = list(generator.run(texts, max_new_tokens=12, batch_size=batch_size, seeds=[0] * 23))
-    assert sorted(r.index for r in replies) == list(range(23))
+    replies = list(generator.run(asked(texts), max_new_tokens=12, batch_size=batch_size))
+    assert sorted(r.about for r in replies) == list(range(23))
     assert {r.finish_reason for r in replies} == {"stop", "length"}
     for reply in replies:
-        assert (reply.tokens, reply.finish_reason) == plain(model, texts[reply.index], stops, 12)
+        assert (reply.tokens, reply.finish_reason) == plain(model, texts[reply.about], stops, 12)
 
 
 def test_sliding_layers_give_the_same_text_as_the_model_itself():
@@ -62,12 +68,12 @@ def test_sliding_layers_give_the_same_text_as_the_model_itself():
     )
     model = GptOssForCausalLM(config).eval()
     texts, stops = prompts(7, seed=1), {1, 2, 3, 4}
-    for reply in Generator(model, stops=stops, pad=0).run(texts, max_new_tokens=12, batch_size=3, seeds=[0] * 7):
-        assert (reply.tokens, reply.finish_reason) == plain(model, texts[reply.index], stops, 12)
+    for reply in Generator(model, stops=stops, pad=0).run(asked(texts), max_new_tokens=12, batch_size=3):
+        assert (reply.tokens, reply.finish_reason) == plain(model, texts[reply.about], stops, 12)
 
 
 def test_a_reply_ends_at_the_models_longest_sequence(model):
-    [reply] = Generator(model, stops=set(), pad=0, limit=16).run([[5] * 10], max_new_tokens=99, batch_size=4, seeds=[0])
+    [reply] = Generator(model, stops=set(), pad=0, limit=16).run(asked([[5] * 10]), max_new_tokens=99, batch_size=4)
     assert (len(reply.tokens), reply.finish_reason) == (6, "length")
 
 
@@ -76,6 +82,6 @@ def test_sampling_depends_on_the_rows_seed_and_not_on_the_batch(model):
     runs = []
     for batch_size, seeds in ((2, range(9)), (9, range(9)), (9, range(100, 109))):
         generator = Generator(model, stops={1}, pad=0, temperature=1.0)
-        replies = generator.run(texts, max_new_tokens=8, batch_size=batch_size, seeds=list(seeds))
-        runs.append({r.index: r.tokens for r in replies})
+        replies = generator.run(asked(texts, seeds), max_new_tokens=8, batch_size=batch_size)
+        runs.append({r.about: r.tokens for r in replies})
     assert runs[0] == runs[1] != runs[2]

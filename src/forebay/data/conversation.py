@@ -49,6 +49,7 @@ class Conversation:
     tools: list[Any] | None = None
     finish_reason: str | None = None
     made_with: dict[str, Any] | None = None  # template arguments that `regenerate` recorded
+    raw: bool = False  # the last answer is what the target wrote, letter by letter: no template made it
     text: str | None = None
     text_start: int = 0
     notes: list[str] = field(default_factory=list)
@@ -83,26 +84,11 @@ def _hash(value: Any) -> str:
 
 def conversation_of(row: dict[str, Any], *, text_separator: str | None = None) -> Conversation | Drop:
     """See the module. `text_separator`: in rows of ready `text`, what follows its first occurrence is supervised."""
-    turns = next((row[key] for key in TURNS if row.get(key) is not None), None)
-    if turns is None and row.get("prompt") is not None:
-        turns = _prompt_and_reply(row)
-    if turns is None and isinstance(row.get("text"), str):
+    if isinstance(row.get("text"), str) and not any(row.get(key) is not None for key in (*TURNS, "prompt")):
         return _ready_text(row, text_separator)
-    if isinstance(turns, str):
-        turns = _decoded(turns)
-    if not isinstance(turns, list) or not turns:
-        names = ", ".join(list(row)[:6]) or "nothing"
-        return Drop("no_messages", f"no messages, conversations, prompt/response or text: the row has {names}")
-    messages: list[dict[str, Any]] = []
-    for number, turn in enumerate(turns, 1):
-        message = _message(turn, number)
-        if isinstance(message, Drop):
-            return message
-        messages.append(message)
-    return _finish(row, messages)
-
-
-def _finish(row: dict[str, Any], messages: list[dict[str, Any]]) -> Conversation | Drop:
+    messages = messages_of(row)
+    if isinstance(messages, Drop):
+        return messages
     if not any(m["role"] == "assistant" for m in messages):
         return Drop("no_assistant", f"{len(messages)} turns, none by the assistant")
     last = len(messages)
@@ -110,19 +96,61 @@ def _finish(row: dict[str, Any], messages: list[dict[str, Any]]) -> Conversation
         last -= 1
     if not last:
         return Drop("empty_assistant", "the assistant's turns are empty")
+    tools = tools_of(row)
+    if isinstance(tools, Drop):
+        return tools
     notes = ["turns_after_the_last_answer_cut"] if last < len(messages) else []
-    tools = row.get("tools")
-    tools = _decoded(tools) if isinstance(tools, str) else tools
-    if tools is not None and not isinstance(tools, list):
-        return Drop("bad_tools", f"tools is a {type(tools).__name__}, not a list")
-    conversation = Conversation(messages[:last], tools or None, notes=notes)
+    conversation = Conversation(messages[:last], tools, notes=notes)
     reason = row.get("finish_reason")
     conversation.finish_reason = reason if isinstance(reason, str) and last == len(messages) else None
     made = row.get("regenerated")
     made = made.get("by") if isinstance(made, dict) else None
-    made = made.get("template_kwargs") if isinstance(made, dict) else None
-    conversation.made_with = made if isinstance(made, dict) else None
+    if isinstance(made, dict) and isinstance(made.get("template_kwargs"), dict):
+        conversation.made_with = made["template_kwargs"]
+        conversation.raw = made.get("raw") is True and last == len(messages)
     return conversation
+
+
+def prompt_of(row: dict[str, Any]) -> Conversation | Drop:
+    """What `regenerate` answers: the messages without trailing assistant turns, ending with a user's or a tool's."""
+    messages, tools = messages_of(row), tools_of(row)
+    if isinstance(messages, Drop):
+        return messages
+    if isinstance(tools, Drop):
+        return tools
+    while messages and messages[-1]["role"] == "assistant":
+        messages.pop()
+    if not messages or messages[-1]["role"] not in ("user", "tool"):
+        return Drop("no_user_turn_at_end", "nothing to answer")
+    return Conversation(messages, tools)
+
+
+def messages_of(row: dict[str, Any]) -> list[dict[str, Any]] | Drop:
+    """The turns of a row in one form: role, content (text), and `KEPT_FIELDS` where there are any."""
+    turns = next((row[key] for key in TURNS if row.get(key) is not None), None)
+    if turns is None and row.get("prompt") is not None:
+        turns = _prompt_and_reply(row)
+    if isinstance(turns, str):
+        turns = _decoded(turns)
+    if not isinstance(turns, list) or not turns:
+        names = ", ".join(str(name)[:20] for name in list(row)[:6]) or "nothing"
+        return Drop("no_messages", f"no messages, conversations, prompt/response or text: the row has {names}")
+    messages: list[dict[str, Any]] = []
+    for number, turn in enumerate(turns, 1):
+        message = _message(turn, number)
+        if isinstance(message, Drop):
+            return message
+        messages.append(message)
+    return messages
+
+
+def tools_of(row: dict[str, Any]) -> list[Any] | Drop | None:
+    """The tools of a row, decoded."""
+    tools = row.get("tools")
+    tools = _decoded(tools) if isinstance(tools, str) else tools
+    if tools is not None and not isinstance(tools, list):
+        return Drop("bad_tools", f"tools is a {type(tools).__name__}, not a list")
+    return tools or None
 
 
 def _says_something(message: dict[str, Any]) -> bool:

@@ -4,7 +4,8 @@ Guarantees: rows = kept + the sum of dropped, by reason, each with its first row
 everything, or too little is supervised is never finished. Called by `data.prepare`; printed by the command line.
 
 Keys of report.json: rows, kept, dropped, dropped_first, samples, tokens, supervised_tokens, supervised_share,
-truncated, finish_reasons, thinking_share, duplicates, overlap, splits, warnings, template_kwargs, max_length, preview, stopped.
+truncated, finish_reasons, thinking_share, duplicates, overlap, splits, warnings, template_kwargs, max_length, preview,
+stopped.
 """
 
 from __future__ import annotations

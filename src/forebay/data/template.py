@@ -94,7 +94,7 @@ class ChatTemplate:
         asked = next((i for i, m in enumerate(messages) if m["role"] in ("user", "tool")), last)
         if asked == last:
             return Drop("no_user", "no user turn before the answer")
-        final = self._final(messages, tools, conversation.finish_reason)
+        final = self._final(messages, tools, conversation.finish_reason, raw=conversation.raw)
         if isinstance(final, Drop):
             return final
         rewritten = []
@@ -123,10 +123,12 @@ class ChatTemplate:
         return rows
 
     def _final(
-        self, messages: list[dict[str, Any]], tools: list[Any] | None, finish_reason: str | None
+        self, messages: list[dict[str, Any]], tools: list[Any] | None, finish_reason: str | None, *, raw: bool = False
     ) -> Rendered | Drop:
         """The text of a conversation with its last answer supervised."""
         before, answer = messages[:-1], messages[-1]
+        if raw:
+            return self._raw(before, tools, answer["content"], finish_reason)
         prompt, text = self.render(before, tools, prompt=True), self.render(messages, tools)
         start, notes = len(prompt), []
         if prompt == self.render(before, tools) or not text.startswith(prompt):
@@ -152,6 +154,18 @@ class ChatTemplate:
         if (thought and thought.strip() not in text) or ("</think>" in answer["content"] and "</think>" not in text):
             notes.append("reasoning_dropped")
         return Rendered(text, [(start, end)], notes, thinking="</think>" in reply or bool(thought and thought in reply))
+
+    def _raw(
+        self, before: list[dict[str, Any]], tools: list[Any] | None, answer: str, finish_reason: str | None
+    ) -> Rendered | Drop:
+        """The answer behind its prompt as the target wrote it, with the template's end mark if it came to an end."""
+        prompt = self.render(before, tools, prompt=True)
+        done = self.render([*before, {"role": "assistant", "content": SENTINEL}], tools)
+        if SENTINEL not in done:
+            return Drop("no_span", "the template does not render the answer")
+        mark = done.split(SENTINEL)[-1] if finish_reason != "length" else ""
+        end = len(prompt) + len((answer + mark).rstrip() if mark else answer)
+        return Rendered(prompt + answer + mark, [(len(prompt), end)], thinking="</think>" in answer)
 
     def _earlier(
         self, messages: list[dict[str, Any]], tools: list[Any] | None, turn: int, text: str

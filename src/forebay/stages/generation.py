@@ -12,29 +12,40 @@ from __future__ import annotations
 
 import inspect
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 SPARE_COLUMNS = 64  # room in the cache beyond what is used, so that a step copies one column and not the whole cache
+LOOK_AHEAD = 4096  # questions sorted by length at a time: memory does not grow with their number
 PREFILL_TOKENS = 8192  # padded prompt tokens of one prefill
+
+
+@dataclass
+class Question:
+    """One prompt. `about` is the caller's, and comes back with the reply; `seed` decides what is sampled."""
+
+    about: Any
+    prompt: Sequence[int]
+    seed: int = 0
 
 
 @dataclass
 class Reply:
     """One finished generation. `tokens` ends before the stop token; finish_reason is `stop` or `length`."""
 
-    index: int
+    about: Any
     tokens: list[int]
     finish_reason: str
 
 
 @dataclass
 class _Row:
-    index: int
+    about: Any
     prompt: Sequence[int]
     room: int
     generator: torch.Generator | None
@@ -128,19 +139,23 @@ class Generator:
         self.refills = kinds <= {DynamicLayer, DynamicSlidingWindowLayer}
 
     @torch.inference_mode()
-    def run(
-        self, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, batch_size: int, seeds: Sequence[int]
-    ) -> Iterator[Reply]:
-        """Replies in the order in which they finish. The longest prompts run first: what fits then, fits later."""
-        order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
-        waiting = deque(self._row(i, prompts[i], max_new_tokens, seeds[i]) for i in order)
+    def run(self, questions: Iterable[Question], *, max_new_tokens: int, batch_size: int) -> Iterator[Reply]:
+        """Replies in the order in which they finish. Questions are read `LOOK_AHEAD` at a time; of these the longest
+        run first: what fits then, fits later."""
+        source = iter(questions)
+        waiting: deque[_Row] = deque()
         running: list[_Row] = []
         cache: Cache | None = None
         mask = torch.empty(0)
-        while waiting or running:
+        while True:
+            if not waiting:
+                ahead = [self._row(question, max_new_tokens) for question in islice(source, LOOK_AHEAD)]
+                waiting.extend(sorted(ahead, key=lambda row: -len(row.prompt)))
+            if not waiting and not running:
+                return
             done = sum(row.reason is not None for row in running)
             if not running or (self.refills and done * 4 >= len(running)) or done == len(running):
-                yield from (Reply(r.index, r.tokens, r.reason) for r in running if r.reason)
+                yield from (Reply(r.about, r.tokens, r.reason) for r in running if r.reason)
                 keep = [i for i, row in enumerate(running) if row.reason is None]
                 cache, running = self._refill(cache, keep, running, waiting, batch_size)
                 if not running:
@@ -154,11 +169,12 @@ class Generator:
             positions = mask[:, : width + 1].sum(1, keepdim=True) - 1
             self._accept(running, self._forward(tokens, mask[:, : width + 1], positions, cache))
 
-    def _row(self, index: int, prompt: Sequence[int], max_new_tokens: int, seed: int) -> _Row:
-        room = min(max_new_tokens, (self.limit or 2**31) - len(prompt))
-        assert prompt and room > 0, f"prompt {index} of {len(prompt)} tokens leaves no room in {self.limit}"
-        generator = torch.Generator().manual_seed(seed) if self.temperature > 0 else None
-        return _Row(index, prompt, room, generator)
+    def _row(self, question: Question, max_new_tokens: int) -> _Row:
+        length = len(question.prompt)
+        room = min(max_new_tokens, (self.limit or 2**31) - length)
+        assert length and room > 0, f"a prompt of {length} tokens leaves no room in {self.limit}"
+        generator = torch.Generator().manual_seed(question.seed) if self.temperature > 0 else None
+        return _Row(question.about, question.prompt, room, generator)
 
     def _refill(
         self, cache: Cache | None, keep: list[int], running: list[_Row], waiting: deque[_Row], batch_size: int
