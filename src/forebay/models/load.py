@@ -9,10 +9,11 @@ Called by `models.target`, `data.prepare` (tokenizer) and `decode`.
 from __future__ import annotations
 
 import copy
+import io
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,23 @@ def load_tokenizer(config: TargetConfig) -> Any:
         raise TargetError(f"{folder} has no tokenizer that transformers can read ({_first_line(error)})") from None
 
 
+def load_config(config: TargetConfig) -> Any:
+    """The language model's own configuration, without loading weights.
+
+    Raises UsageError (folder) or TargetError (a configuration that transformers cannot read).
+    """
+    from transformers import AutoConfig
+
+    folder, gguf = locate(config)
+    try:
+        whole = AutoConfig.from_pretrained(folder, **({"gguf_file": gguf} if gguf else {}))
+    except ImportError as error:
+        raise _missing_package(error, folder) from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise TargetError(f"{folder} has no configuration that transformers can read ({_first_line(error)})") from None
+    return whole.get_text_config(decoder=True)
+
+
 def load_model(config: TargetConfig, device: str | torch.device = "cpu") -> Any:
     """The target in eval mode, frozen, on `device`, in `config.dtype`.
 
@@ -106,14 +124,15 @@ def _bars_only_for_people() -> Iterator[None]:
     """Transformers' progress bars fill log files; keep them for terminals."""
     from transformers.utils import logging
 
-    quiet = not sys.stderr.isatty() and logging.is_progress_bar_enabled()
-    if quiet:
-        logging.disable_progress_bar()
-    try:
+    if sys.stderr.isatty() or not logging.is_progress_bar_enabled():
         yield
+        return
+    logging.disable_progress_bar()
+    try:
+        with redirect_stderr(io.StringIO()):  # the bar of GGUF files obeys no setting; errors are raised, not printed
+            yield
     finally:
-        if quiet:
-            logging.enable_progress_bar()
+        logging.enable_progress_bar()
 
 
 def _from_pretrained(folder: Path, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
