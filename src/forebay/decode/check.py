@@ -25,6 +25,7 @@ from forebay.decode.serve import Generation
 from forebay.decode.target_side import text_config
 from forebay.errors import ContractError
 from forebay.io.formats import read_drafter
+from forebay.io.formats.card import engine_commands
 from forebay.io.formats.zlab import write_zlab
 from forebay.models.facts import read_facts
 
@@ -129,17 +130,11 @@ def check_drafter(
         "ok": report.identical_to_target is not False and not differing,
         "contract": [asdict(t) for t in terms],
         "trained_max_length": stored.spec.trained_max_length,
-        "engines": engine_counts(stored.spec.block_size, stored.spec.sample_from_anchor),
+        "engines": engine_commands(
+            stored.spec, format=stored.format, drafter=str(folder), target=str(target_folder or "TARGET")
+        ),
         **report.to_dict(),
         "peers": peers,
-    }
-
-
-def engine_counts(block_size: int, sample_from_anchor: bool) -> dict[str, int]:
-    """How many draft tokens to tell each engine (C93)."""
-    return {
-        "vllm num_speculative_tokens": block_size if sample_from_anchor else block_size - 1,
-        "sglang speculative-num-draft-tokens": block_size,
     }
 
 
@@ -186,14 +181,6 @@ def _dflash(stored: Any, model: Any, generations: Sequence[Generation], max_new_
 
 def _generated(generate: Any, drafter: Any, model: Any, prompt: torch.Tensor, max_new_tokens: int) -> dict[str, Any]:
     """Run the package's loop and record its rounds (its own statistics call CUDA)."""
-    produced: list[int] = []
-    before = drafter.forward
-
-    def counting(*args: Any, **kwargs: Any) -> Any:
-        produced.append(kwargs["position_ids"][0, -1].item())
-        return before(*args, **kwargs)
-
-    drafter.forward = counting
     starts: list[int] = []
 
     def target_forward(*args: Any, **kwargs: Any) -> Any:
@@ -205,7 +192,6 @@ def _generated(generate: Any, drafter: Any, model: Any, prompt: torch.Tensor, ma
         out = generate(drafter, model, prompt, max_new_tokens, list(eos_ids(model)) or None)
     finally:
         model.forward = forward
-        drafter.forward = before
     tokens = out[0, prompt.shape[1] :].tolist()
     ends = [*starts[2:], prompt.shape[1] + len(tokens) - 1]
     return {"tokens": tokens, "rounds": [b - a for a, b in zip(starts[1:], ends, strict=True)]}
