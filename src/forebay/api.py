@@ -25,13 +25,30 @@ def _target(folder: PathLike, gguf_file: str | None = None, dtype: str = "auto")
 
 
 def prepare(
-    inputs: Sequence[PathLike], out: PathLike, *, target: PathLike, gguf_file: str | None = None, **options: Any
-):
+    inputs: Sequence[PathLike],
+    out: PathLike,
+    *,
+    target: PathLike,
+    gguf_file: str | None = None,
+    heldout: PathLike | Sequence[PathLike] | None = None,
+    heldout_share: float = 0.05,
+    **options: Any,
+) -> dict[str, Any]:
     """Conversations -> a token store at `out`; returns its report. See `data.prepare.prepare` for the options."""
     from forebay.data.prepare import prepare as run
     from forebay.models.load import load_tokenizer
+    from forebay.observe.console import say
 
-    return run(inputs, out, tokenizer=load_tokenizer(_target(target, gguf_file)), **options)
+    files = [heldout] if isinstance(heldout, str | os.PathLike) else heldout
+    return run(
+        list(inputs),
+        out,
+        tokenizer=load_tokenizer(_target(target, gguf_file)),
+        heldout=None if files is None else list(files),
+        heldout_share=heldout_share,
+        notice=say,
+        **options,
+    )
 
 
 def plan(config: RunConfig) -> dict[str, Any]:

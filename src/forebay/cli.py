@@ -83,15 +83,16 @@ def build_parser() -> Parser:
     _target_options(p)
     p.add_argument("--out", required=True, metavar="DIR", help="the token store to write")
     p.add_argument("--heldout", metavar="FILE", help="held-out conversations in a file of their own")
-    p.add_argument("--heldout-share", type=float, metavar="S", help="or this share of the rows, by content hash")
+    p.add_argument(
+        "--heldout-share", type=float, default=0.05, metavar="S", help="or this share of the rows, by content hash"
+    )
     p.add_argument("--max-length", type=int, default=2048, metavar="N", help="longer rows are cut (counted)")
     p.add_argument("--last-turn-only", action="store_true", help="supervise only the last assistant turn")
     p.add_argument(
         "--template-arg", action="append", default=[], metavar="key=value", help="e.g. enable_thinking=false"
     )
     p.add_argument("--strict", action="store_true", help="stop on any dropped row")
-    p.add_argument("--workers", type=int, default=1, metavar="N")
-    p.add_argument("--on-policy-rows", type=int, default=0, metavar="N", help="check greedy agreement on N rows")
+    p.add_argument("--workers", type=int, metavar="N", help="processes; default: by the size of the input")
     p.add_argument("--json", action="store_true")
 
     p = _command(commands, "regenerate", "let the target answer prompts", _regenerate)
@@ -201,10 +202,9 @@ def _prepare(a: argparse.Namespace) -> None:
         heldout_share=a.heldout_share,
         max_length=a.max_length,
         last_turn_only=a.last_turn_only,
-        template_args=_template_args(a.template_arg),
+        template_kwargs=_template_args(a.template_arg) or None,
         strict=a.strict,
         workers=a.workers,
-        on_policy_rows=a.on_policy_rows,
     )
     _out(report, a.json, f"token store: {a.out}")
 

@@ -235,6 +235,7 @@ class EvalConfig(Section):
     max_new_tokens: int = Field(64, ge=1)
     batch_size: int = Field(16, ge=1)
     guard: bool = Field(True, description="compare the trainer's forward with the serving loop (G8)")
+    guard_prompts: int = Field(8, ge=1, description="prompts the guard compares, in fp32")
     guard_step: int = Field(100, ge=1, description="the first guard check")
 
 

@@ -97,16 +97,16 @@ class Preparation:
                 plans[-1].save(file)
         return plans
 
-    def check(self, plan: EpochPlan) -> list[str]:
-        """Raise ConfigError where the buffer cannot work with this plan (G3); returns warnings."""
+    def check(self, jobs: int) -> list[str]:
+        """Raise ConfigError where the buffer cannot work with such items (G3); returns warnings."""
         buffer = self.config.buffer
         return check_budget(
             buffer.bytes,
-            int(plan.nbytes.max(initial=0)),
+            self.params.item_bytes,
             buffer.min_fill,
             self.config.optim.window,
             len(self.config.runtime.targets),
-            len(plan),
+            jobs,
             buffer.max_age,
         )
 
@@ -128,7 +128,7 @@ def description(config: RunConfig, target_config: Any, layer_ids: tuple[int, ...
     )
     plan = prepared.plan(0)
     out = plan.describe()
-    out["warnings"] = prepared.check(plan)
+    out["warnings"] = prepared.check(len(plan))
     out["buffer_bytes"] = config.buffer.bytes
     out["epochs"] = config.optim.epochs
     return out

@@ -13,6 +13,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,15 @@ from forebay.config import RunConfig
 from forebay.data.pack import HostBatch, pack_item
 from forebay.decode.drafter import ServedDrafter
 from forebay.decode.evaluate import Report, evaluate
+from forebay.decode.guard import guard
+from forebay.decode.serve import Generation
+from forebay.decode.target_side import TargetSide
 from forebay.errors import ConfigError, DataError, ForebayError
 from forebay.flow.coordinator import Coordinator, FlowSettings
 from forebay.io import checkpoint
 from forebay.io.checkpoint import Checkpoints, Snapshot, write_text
 from forebay.io.formats import zlab
+from forebay.io.formats.folder import StoredDrafter
 from forebay.models.checks import check_states, self_test
 from forebay.models.drafter import Drafter
 from forebay.models.init import init_from_target, init_random
@@ -38,6 +43,8 @@ from forebay.models.mask_token import choose_mask_token, token_counts
 from forebay.models.spec import drafter_spec
 from forebay.models.step import Borrowed
 from forebay.models.target import Target
+from forebay.models.vocabulary import draft_vocabulary, shortlist
+from forebay.models.walk import Walk
 from forebay.observe.clock import Clocks
 from forebay.observe.console import Steps, say
 from forebay.observe.metrics import MetricsLog
@@ -133,6 +140,7 @@ class TrainingRun:
                 f"{self.config.data.store} has no held-out part, so accept length cannot be measured: prepare with "
                 "--heldout FILE or --heldout-share, or set eval.guard=false"
             )
+        self.prepared.check(jobs=len(self.prepared.train))  # refused before anything is written
         self.counts = token_counts(self.prepared.train, facts.embedding_rows)
 
     def _build_drafter(self, saved: Snapshot | None) -> None:
@@ -165,37 +173,44 @@ class TrainingRun:
         if saved is not None:
             lead.load_state_dict(saved.drafter)
         elif config.drafter.init_from is not None:
-            lead.load_state_dict(zlab.load_weights(config.drafter.init_from, self.spec))
+            lead.load_state_dict({k: v.float() for k, v in self._warm_start().items()})
         elif config.drafter.init == "target":
             layers = {i: layer.state_dict() for i, layer in enumerate(self.target.layers)}
             offset = 1.0 if facts.model_type.startswith("gemma") else 0.0
             notices += init_from_target(lead, layers, config.drafter.init_target_layers, norm_offset=offset)
+        if self.spec.draft_vocab_size is not None and not lead.t2d.any():
+            lead.set_vocabulary(draft_vocabulary(self.counts, self.spec.draft_vocab_size, facts.vocab_size))
+        kept = lead.kept
+        if config.loss.shortlist is not None:
+            kept = shortlist(self.counts, config.loss.shortlist, facts.vocab_size)
         for notice in notices:
             self.say(notice)
         replicas = []
         for device in devices:
             module = Drafter(self.spec)
             module.load_state_dict(lead.state_dict())
-            replicas.append(DrafterReplica(module.to(device), self._borrowed(device), config.loss, self.dtype))
+            borrowed = self._borrowed(device, self.dtype, kept)
+            replicas.append(DrafterReplica(module.to(device), borrowed, config.loss, self.dtype))
         self.replicas = replicas
 
-    def _borrowed(self, device: str) -> Borrowed:
+    def _warm_start(self) -> dict[str, torch.Tensor]:
+        """The weights of the drafter at `drafter.init_from`, which must be the drafter that this run trains."""
+        folder = str(self.config.drafter.init_from)
+        stored = zlab.read_zlab(folder)
+        mine, theirs = self.spec.to_dict(), stored.spec.to_dict()
+        passed = {"dtype", "trained_max_length"}
+        differing = {k: (theirs[k], mine[k]) for k in mine if k not in passed and theirs[k] != mine[k]}
+        if differing:
+            lines = "\n  ".join(f"{k}: there {a}, here {b}" for k, (a, b) in differing.items())
+            raise ConfigError(f"drafter.init_from {folder} is another drafter:\n  {lines}\nset the fields alike")
+        return stored.tensors
+
+    def _borrowed(self, device: str, dtype: torch.dtype, kept: torch.Tensor | None) -> Borrowed:
+        """What a replica borrows of the target: embedding and head on its device, the head narrowed to `kept`."""
         facts, target = self.target.facts, self.target
-        kept = None
-        if self.config.loss.shortlist is not None:
-            seen = np.flatnonzero(self.counts)
-            short = np.union1d(
-                seen[seen < facts.vocab_size], np.arange(min(self.config.loss.shortlist, facts.vocab_size))
-            )
-            kept = torch.from_numpy(short)
-        head = FrozenHead.build(
-            target.head_weight.detach().to(device),
-            self.dtype,
-            kept,
-            facts.logit_scale,
-            facts.logit_softcap,
-            target.final_norm if self.config.loss.needs_last_hidden else None,
-        )
+        norm = target.final_norm if self.config.loss.needs_last_hidden else None
+        weight = target.head_weight.detach().to(device)
+        head = FrozenHead.build(weight, dtype, kept, facts.logit_scale, facts.logit_softcap, norm)
         return Borrowed(target.embed_weight.detach().to(device), head, facts.embed_scale)
 
     @property
@@ -391,17 +406,38 @@ class TrainingRun:
         self.bar.advance(note)
         last = step >= self.total_steps
         every = config.eval.every_steps
-        if outcome.finite and not last and every is not None and step % every == 0:
+        if outcome.finite and not last and ((every and step % every == 0) or self._epoch_ended(window)):
             self._evaluate("step")
+        elif outcome.finite and config.eval.guard and step == config.eval.guard_step:
+            self._guard(self._loop(torch.float32, self.prepared.heldout_prompts[: config.eval.guard_prompts]))
         if outcome.finite and step % config.checkpoint.every_steps == 0 and not last:
             self._checkpoint()
+
+    def _epoch_ended(self, window: Any) -> bool:
+        """Whether this window was the last of its epoch (evaluated there where no interval is set)."""
+        return self.config.eval.every_steps is None and window.epoch not in self.shell.stats()["epochs"]
 
     # -- evaluating --------------------------------------------------------------------------------------------------
 
     def served(self, dtype: torch.dtype) -> ServedDrafter:
         """The drafter as an engine would read it, from its exported form in memory."""
-        settings, tensors = zlab.to_layout(self.spec, self.replicas[0].module.state_dict())
-        return ServedDrafter(settings, tensors, dtype=dtype, device=self.target.device)
+        stored = self.stored()
+        spec = replace(self.spec, dtype=str(dtype).removeprefix("torch."))
+        tensors = zlab.zlab_tensors(spec, stored.tensors, stored.vocabulary)
+        return ServedDrafter(zlab.zlab_config(spec, self._extras()), tensors, dtype=dtype, device=self.target.device)
+
+    def stored(self) -> StoredDrafter:
+        """The drafter as it is written to a folder."""
+        module = self.replicas[0].module
+        return StoredDrafter(self.spec, dict(module.named_parameters()), module.kept)
+
+    def _extras(self) -> dict[str, Any]:
+        facts = self.target.facts
+        return {
+            "input_embedding_scale": facts.embed_scale,
+            "target_name": facts.name,
+            "target_fingerprint": facts.fingerprint,
+        }
 
     @contextlib.contextmanager
     def _target_as(self, dtype: torch.dtype) -> Iterator[Any]:
@@ -423,8 +459,18 @@ class TrainingRun:
             return
         config = self.config.eval
         dtype = torch.float32 if config.dtype == "float32" else self.target.dtype
+        generations = self._loop(dtype, prompts, when)
+        if not config.guard:
+            return
+        if dtype != torch.float32:
+            generations = self._loop(torch.float32, prompts[: config.guard_prompts])
+        self._guard(generations[: config.guard_prompts])
+
+    def _loop(self, dtype: torch.dtype, prompts: list[list[int]], when: str | None = None) -> list[Generation]:
+        """The serving loop over `prompts` in `dtype`; recorded as an evaluation where `when` names one."""
+        config = self.config.eval
         with self._target_as(dtype) as model:
-            report, _ = evaluate(
+            report, generations = evaluate(
                 model,
                 self.served(dtype),
                 prompts,
@@ -432,7 +478,24 @@ class TrainingRun:
                 batch_size=config.batch_size,
                 reference=False,
             )
-        self._record(when, report)
+        if when is not None:
+            self._record(when, report)
+        return generations
+
+    def _guard(self, generations: list[Generation]) -> None:
+        """G8, in fp32."""
+        lead = self.replicas[0].module
+        with self._target_as(torch.float32) as model:
+            served = self.served(torch.float32)
+            borrowed = self._borrowed(str(next(lead.parameters()).device), torch.float32, lead.kept)
+            walk = Walk(self.target, lead, borrowed)
+            side = TargetSide(model, served.layer_ids)
+            report = guard(generations, walk, target=side, drafter=served)
+        self.log.write("guard", self.step.taken, report.to_dict())
+        self.say(
+            f"guard: trainer and serving loop agree in {report.agreement:.1%} of {report.rounds} rounds"
+            + (f" ({report.near_ties} near-ties)" if report.near_ties else "")
+        )
 
     def _record(self, when: str, report: Report) -> None:
         entry = {
@@ -518,7 +581,7 @@ class TrainingRun:
         }
         if finished:
             folder = self.folder / "drafter"
-            zlab.export(folder, self.spec, self.replicas[0].module.state_dict())
+            zlab.write_zlab(folder, self.stored(), extras=self._extras(), overwrite=True)
             summary["drafter"] = str(folder)
         write_text(self.folder / "summary.json", json.dumps(summary, indent=1))
         return summary

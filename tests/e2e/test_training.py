@@ -1,0 +1,242 @@
+"""Whole training runs on a tiny target: exactly once, resumable, reproducible, and the same gradient however split."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from forebay import api, config
+from forebay.errors import ContractError, ForebayError
+from forebay.flow.plan import EpochPlan
+from forebay.io.checkpoint import Checkpoints
+from forebay.observe import metrics
+from forebay.runtime.training import TrainingRun
+
+
+def weights(run_dir):
+    return load_file(Path(run_dir) / "drafter" / "model.safetensors")
+
+
+def masters(run_dir):
+    return load_file(Checkpoints(Path(run_dir) / "checkpoints").latest() / "drafter.safetensors")
+
+
+def equal(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def trained_rows(run_dir):
+    """How often each row was in a committed step of each epoch, of the steps that the weights hold."""
+    plans = [EpochPlan.load(p) for p in sorted(Path(run_dir, "plans").glob("*.plan"))]
+    last = {}
+    for line in metrics.read(Path(run_dir, "metrics.jsonl"), "step"):
+        last[line["step"]] = line  # a step that a killed run had taken is taken again: the later line counts
+    counts = Counter()
+    for line in last.values():
+        for job in line["jobs"]:
+            counts.update((line["epoch"], row) for row in plans[line["epoch"]].job(job).rows)
+    return counts
+
+
+def stop_after(run, steps):
+    """Ask for a stop once `steps` optimizer steps are taken, as a first SIGINT would."""
+    after = run._after_step
+
+    def hook(window, outcome):
+        after(window, outcome)
+        if run.step.taken == steps:
+            run.shell.request_stop()
+
+    run._after_step = hook
+    return run
+
+
+def test_every_sequence_of_every_epoch_is_trained_exactly_once(configuration):
+    """G1, read from the ledger's commits."""
+    run = configuration()
+    summary = api.train(run, quiet=True)
+    counts = trained_rows(run.run_dir)
+    assert counts == {(epoch, row): 1 for epoch in range(2) for row in range(120)}
+    assert summary["jobs_committed"] == summary["jobs_planned"]
+    assert summary["steps"] == summary["total_steps"]
+    assert summary["peak_bytes"] <= run.buffer.bytes
+
+
+def test_training_lowers_the_loss_and_moves_every_parameter(configuration):
+    """C43: every trainable tensor differs from its start, norms included."""
+    run = configuration(optim={"epochs": 4, "lr": 3e-3})
+    training = TrainingRun(run, quiet=True)
+    before = {k: v.clone() for k, v in training.replicas[0].module.state_dict().items()}
+    training.run()
+    losses = [line["loss"] for line in metrics.read(Path(run.run_dir, "metrics.jsonl"), "step")]
+    assert losses[-1] < 0.9 * losses[0]
+    assert [k for k, v in training.replicas[0].module.state_dict().items() if torch.equal(v, before[k])] == []
+
+
+@pytest.mark.parametrize("draw", ["planned", "live"])
+def test_a_run_stopped_and_resumed_trains_the_same_set_and_planned_the_same_weights(configuration, draw):
+    """C78, F06, G7: planned draws on a CPU in fp32 give bit-identical weights."""
+    straight = configuration("straight", buffer={"draw": draw})
+    api.train(straight, quiet=True)
+    broken = configuration("broken", buffer={"draw": draw})
+    for steps in (2, 5):
+        summary = stop_after(TrainingRun(broken, resume=steps > 2, quiet=True), steps).run()
+        assert not summary["finished"] and summary["steps"] == steps
+    summary = api.resume(broken.run_dir, quiet=True)
+    assert summary["finished"] and summary["jobs_committed"] == summary["jobs_planned"]
+    assert set(trained_rows(broken.run_dir).values()) == {1} and len(trained_rows(broken.run_dir)) == 240
+    if draw == "planned":
+        assert equal(masters(straight.run_dir), masters(broken.run_dir))
+        lines = [
+            {n: line[n] for n in ("step", "loss", "lr", "jobs", "grad_norm")}
+            for run in (straight, broken)
+            for line in metrics.read(Path(run.run_dir, "metrics.jsonl"), "step")
+        ]
+        assert lines[: len(lines) // 2] == lines[len(lines) // 2 :]
+
+
+def test_planned_draws_give_the_same_weights_with_one_and_three_targets(configuration):
+    """G7."""
+    one = configuration("one", buffer={"draw": "planned"})
+    three = configuration("three", buffer={"draw": "planned"}, runtime={"targets": ["cpu"] * 3})
+    for run in (one, three):
+        api.train(run, quiet=True)
+    assert equal(masters(one.run_dir), masters(three.run_dir))
+
+
+def test_two_drafters_take_the_steps_of_one(configuration):
+    """G6, F17: the same windows dealt to two replicas give the same weights up to the order of additions."""
+    one = configuration("one", buffer={"draw": "planned"})
+    two = configuration("two", buffer={"draw": "planned"}, runtime={"drafters": ["cpu", "cpu"]})
+    for run in (one, two):
+        summary = api.train(run, quiet=True)
+        assert summary["jobs_committed"] == summary["jobs_planned"]
+    a, b = masters(one.run_dir), masters(two.run_dir)
+    assert max(float((a[k] - b[k]).abs().max()) for k in a) < 1e-4
+
+
+@pytest.mark.parametrize(
+    "buffer",
+    [{"queue": "bucketed"}, {"queue": "per_drafter"}, {"dispatch": "per_target"}, {"draw": "planned"}],
+    ids=lambda b: "-".join(b.values()),
+)
+def test_every_queue_and_dispatch_runs_the_whole_pipeline(configuration, buffer):
+    run = configuration(buffer=buffer, runtime={"targets": ["cpu", "cpu"]}, optim={"epochs": 1})
+    summary = api.train(run, quiet=True)
+    assert summary["jobs_committed"] == summary["jobs_planned"]
+
+
+def test_a_run_killed_with_sigkill_resumes_to_the_same_set(configuration, tmp_path):
+    """G1: kill -9 of a real process in mid-run, twice."""
+    run = configuration(buffer={"draw": "planned"}, optim={"epochs": 3}, checkpoint={"every_steps": 2})
+    file = tmp_path / "run.yaml"
+    file.write_text(config.dump(run))
+    command = [sys.executable, "-m", "forebay.cli", "train"]
+    log = Path(run.run_dir, "metrics.jsonl")
+    for number, steps in enumerate((3, 8)):
+        process = subprocess.Popen(
+            [*command, *(["--resume", run.run_dir] if number else [str(file)])],
+            stderr=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        while process.returncode is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(0.05)
+            if log.exists() and any(line["step"] >= steps for line in metrics.read(log, "step")):
+                process.kill()
+                process.wait()
+    summary = api.resume(run.run_dir, quiet=True)
+    assert summary["finished"] and summary["jobs_committed"] == summary["jobs_planned"]
+    assert set(trained_rows(run.run_dir).values()) == {1} and len(trained_rows(run.run_dir)) == 360
+    undisturbed = configuration("undisturbed", buffer={"draw": "planned"}, optim={"epochs": 3})
+    api.train(undisturbed, quiet=True)
+    assert equal(masters(run.run_dir), masters(undisturbed.run_dir))
+
+
+def test_resuming_with_what_trains_another_drafter_lists_the_fields(configuration):
+    """C82."""
+    run = configuration()
+    stop_after(TrainingRun(run, quiet=True), 3).run()
+    file = Path(run.run_dir, "config.yaml")
+    values = yaml.safe_load(file.read_text())
+    with pytest.raises(ContractError, match=r"optim.lr: saved 0.001, now 0.5"):
+        api.resume(run.run_dir, ["optim.lr=0.5"], quiet=True)
+    assert yaml.safe_load(file.read_text()) == values  # nothing was written
+    with pytest.raises(ForebayError, match="target_layer_ids"):
+        api.resume(run.run_dir, ["target.layer_ids=[0, 1, 4]"], quiet=True)
+    with pytest.raises(ForebayError, match="already holds a run"):
+        api.train(run, quiet=True)
+    assert api.resume(run.run_dir, ["optim.lr=0.002"], allow_change=["optim.lr"], quiet=True)["finished"]
+
+
+def test_resuming_with_another_target_is_refused(configuration, tmp_path):
+    """C82: same shape, other weights."""
+    import tiny
+
+    run = configuration()
+    stop_after(TrainingRun(run, quiet=True), 3).run()
+    tiny.save_tiny_target(tmp_path / "other", seed=7)
+    with pytest.raises(ContractError, match=r"target\.weights"):
+        api.resume(run.run_dir, [f"target.model={json.dumps(str(tmp_path / 'other'))}"], quiet=True)
+
+
+def test_a_step_that_is_not_finite_is_skipped_and_its_jobs_are_trained_later(configuration):
+    """C44, F30: a NaN in the gradient of one window; weights stay finite, the epoch still ends whole."""
+    run = configuration()
+    training = TrainingRun(run, quiet=True)
+    replica = training.replicas[0]
+    micro_step, calls = replica.micro_step, []
+
+    def poisoned(item, scale):
+        calls.append(item.batch.job.id)
+        return micro_step(item, float("nan") if len(calls) == 6 else scale)
+
+    replica.micro_step = poisoned
+    summary = training.run()
+    assert summary["jobs_committed"] == summary["jobs_planned"]
+    assert any("skipped" in line for line in summary["failures"])
+    assert all(torch.isfinite(v).all() for v in weights(run.run_dir).values())
+
+
+def test_a_target_that_gives_nan_states_stops_the_run_naming_the_job(configuration):
+    """C44, C50: the item never reaches the drafter."""
+    run = configuration()
+    training = TrainingRun(run, quiet=True)
+    capture = training.target.capture
+
+    def broken(batch, out, last=None):
+        echo = capture(batch, out, last)
+        if batch.job.id == 5:
+            out[3] = float("nan")
+        return echo
+
+    training.target.capture = broken
+    with pytest.raises(ForebayError, match=r"job 5 of epoch 0 failed 3 times.*not finite"):
+        training.run()
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "message"),
+    [
+        ("buffer", {"bytes": "200 KiB"}, r"exceeds\s+buffer.bytes"),
+        ("plan", {"token_budget": 32}, "token_budget 32 is below the longest sequence"),
+        ("data", {"store": "/nowhere"}, "not a token store"),
+        ("target", {"model": "/nowhere"}, "no model folder"),
+        ("target", {"layer_ids": [0, 9]}, "valid 0..5"),
+        ("drafter", {"mask_token_id": 1}, "is the eos token"),
+    ],
+)
+def test_what_cannot_work_is_one_message_and_leaves_nothing_behind(configuration, section, values, message):
+    run = configuration(**{section: values})
+    with pytest.raises(ForebayError, match=message):
+        api.train(run, quiet=True)
+    assert not Path(run.run_dir, "checkpoints").exists() and not Path(run.run_dir, "metrics.jsonl").exists()
