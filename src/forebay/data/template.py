@@ -136,8 +136,9 @@ class ChatTemplate:
             if header is None or not text.startswith(header):
                 return Drop("no_span", f"the text does not go on from the prompt, which ends {_end(prompt)}")
             if header.startswith(prompt):
-                notes.append("template_without_generation_prompt")
-                start = len(header)
+                if header[start:].strip():  # a space before the answer is the target's own
+                    notes.append("template_without_generation_prompt")
+                    start = len(header)
             elif prompt.startswith(header):
                 # Served, the answer follows the prompt as it is, with whatever the template puts there.
                 reply = text[len(header) :]
@@ -175,7 +176,8 @@ class ChatTemplate:
         done = self.render(messages[: turn + 1], tools)
         start = len(prompt)
         if prompt == self.render(messages[:turn], tools):
-            start = len(self._header(messages[:turn], tools) or prompt)
+            header = self._header(messages[:turn], tools) or prompt
+            start = len(header) if header[start:].strip() else start
         if not done.startswith(prompt):
             return None
         for with_mark in (True, False):  # some templates end the last answer by another mark than earlier ones

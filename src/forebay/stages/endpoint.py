@@ -1,8 +1,8 @@
 """`regenerate` by a server that speaks the OpenAI chat protocol (vLLM, SGLang, and others).
 
 Guarantees: at most `concurrency` requests at once; each is tried again after time-outs, broken connections, 429 and
-5xx, with growing pauses; a prompt that fails for good is named, and skipped or stops the run; a server that is not there is
-an error within seconds. What was answered is on disk, so the same command goes on. Called by `api` and `cli`.
+5xx, with growing pauses; a prompt that fails for good is named, and skipped or stops the run; a server that is not
+there is an error within seconds. What was answered is on disk, so the same command goes on. Called by `api` and `cli`.
 """
 
 from __future__ import annotations
