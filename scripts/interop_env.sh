@@ -18,7 +18,7 @@ fail() {
 $pip "torch==2.13.0" "transformers==5.15.0" || fail "torch and transformers"
 $pip --no-deps "dflash==0.1.0" "speculators==0.9.0" "hs-connectors==0.9.0" || fail "dflash and speculators"
 # What speculators imports, less the engines it never needs for a forward pass.
-$pip "datasets" "accelerate" "pydantic-settings" "loguru" "openai" "typer" "aiohttp" || fail "what speculators imports"
+$pip "datasets==5.0.1" "requests" "tqdm" "accelerate" "pydantic-settings" "loguru" "openai" "typer" "aiohttp" || fail "what speculators imports"
 $pip -e . pytest || fail "forebay"
 "$env/bin/python" -c "import dflash, speculators" || fail "importable dflash and speculators"
 touch "$stamp"

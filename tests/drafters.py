@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from forebay.config import LossConfig
+from forebay.data.pack import HostBatch, ItemShape, pack_item
 from forebay.decode.drafter import ServedDrafter
+from forebay.decode.evaluate import greedy_reference
 from forebay.decode.serve import _Batch
+from forebay.flow.plan import Job
+from forebay.models.drafter import Drafter
+from forebay.models.spec import DrafterSpec
+from forebay.models.step import Borrowed, micro_step
+from forebay.models.target import Target
+from forebay.models.walk import Walk
 from tiny import LAYER_IDS, MASK_ID, ROWS
 
 
@@ -83,3 +94,54 @@ def foresee(monkeypatch: Any, texts: dict[tuple[int, ...], list[int]], right: fl
         return logits
 
     monkeypatch.setattr(_Batch, "_draft", draft)
+
+
+class _Row:
+    """A store of one row, supervised from the last prompt token on."""
+
+    def __init__(self, tokens: list[int], prompt: int) -> None:
+        self._tokens = np.array(tokens, np.int32)
+        self._mask = np.arange(len(tokens)) >= prompt - 1
+
+    def tokens(self, row: int) -> np.ndarray:
+        return self._tokens
+
+    def mask(self, row: int) -> np.ndarray:
+        return self._mask
+
+
+def item_of(tokens: list[int], prompt: int, spec: DrafterSpec, gamma: float | None = None) -> HostBatch:
+    """A packed item of one text with a block at every legal anchor."""
+    count = len(tokens) - prompt
+    shape = ItemShape(len(tokens), count, count * spec.block_size, spec.block_size, spec.sample_from_anchor)
+    job = Job(0, 0, 0, (0,), (len(tokens),), (1,), len(tokens), len(tokens), count, 0)
+    return pack_item(_Row(tokens, prompt), job, shape, seed=0, anchor_rate=1.0, anchors_per_row=count, gamma=gamma)
+
+
+def train_on_own_text(
+    model: Any,
+    spec: DrafterSpec,
+    tensors: dict[str, Tensor],
+    prompt: list[int],
+    *,
+    tokens: int = 40,
+    steps: int = 120,
+    shift: int = 0,
+) -> Walk:
+    """Train on the target's own greedy answer to one prompt, labels moved by `shift`; the trainer's side of it."""
+    row = prompt + greedy_reference(model, [prompt], max_new_tokens=tokens, eos=())[0]
+    batch = item_of(row, len(prompt), spec)
+    drafter = Drafter(spec)
+    drafter.load_state_dict(tensors)
+    target = Target(model, spec.target_layer_ids)
+    borrowed = Borrowed.of(target, torch.float32)
+    features = torch.zeros(len(row), target.feature_width)
+    target.capture(batch, features)
+    labels = np.array(row)[np.minimum(batch.slot_source + 1 + shift, len(row) - 1)]
+    batch = replace(batch, slot_label=labels.astype(np.int32))
+    adam = torch.optim.Adam(drafter.parameters(), lr=3e-3)
+    for _ in range(steps):
+        adam.zero_grad()
+        micro_step(drafter, batch, features, borrowed, LossConfig(decay="none"), 1 / batch.weight_sum)
+        adam.step()
+    return Walk(target, drafter, borrowed)

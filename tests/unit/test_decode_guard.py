@@ -12,25 +12,23 @@ import pytest
 import torch
 
 import forebay.models.step
-from drafters import zlab_config, zlab_tensors
-from forebay.config import LossConfig
-from forebay.data.pack import ItemShape, pack_item
+from drafters import train_on_own_text, zlab_config, zlab_tensors
 from forebay.decode.drafter import ServedDrafter
-from forebay.decode.evaluate import greedy_reference, summarize
+from forebay.decode.evaluate import summarize
 from forebay.decode.guard import drafts_along, guard, label_shift
 from forebay.decode.serve import Generation, serve
 from forebay.decode.target_side import TargetSide
 from forebay.errors import GuardError
-from forebay.flow.plan import Job
 from forebay.io.formats.zlab import zlab_spec
 from forebay.models.drafter import Drafter
 from forebay.models.spec import DrafterSpec
-from forebay.models.step import Borrowed, micro_step
+from forebay.models.step import Borrowed
 from forebay.models.target import Target
 from forebay.models.walk import Walk
 from tiny import LAYER_IDS, tiny_target
 
 Case = SimpleNamespace
+OVERFIT = [17, 240, 33, 99, 5]
 
 
 def case(**overrides: Any) -> Case:
@@ -180,44 +178,13 @@ def test_without_rounds_there_is_nothing_to_judge() -> None:
     assert guard([Generation([1, 2], verified=[3])], lambda t, a: torch.zeros(0, 3)).rounds == 0
 
 
-class _Row:
-    def __init__(self, tokens: list[int], prompt: int) -> None:
-        self._tokens = np.array(tokens, np.int32)
-        self._mask = np.arange(len(tokens)) >= prompt
-
-    def tokens(self, row: int) -> np.ndarray:
-        return self._tokens
-
-    def mask(self, row: int) -> np.ndarray:
-        return self._mask
-
-
 def overfit(c: Case, steps: int, shift: int) -> list[Generation]:
-    """Train on the target's own text of one prompt, labels moved by `shift`, and run the loop with the result."""
-    prompt = [17, 240, 33, 99, 5]
-    text = greedy_reference(c.model, [prompt], max_new_tokens=40, eos=())[0]
-    rows = _Row(prompt + text, len(prompt) - 1)
-    shape = ItemShape(token_budget=48, anchors=48, slots=160, block_size=4)
-    job = Job(0, 0, 0, (0,), (45,), (1,), 45, 45, 40, 0)
-    batch = pack_item(rows, job, shape, seed=0, anchor_rate=1.0, anchors_per_row=48, gamma=None)
-    drafter = Drafter(c.spec)
-    drafter.load_state_dict(c.tensors)
-    target = Target(c.model, LAYER_IDS)
-    borrowed = Borrowed.of(target, torch.float32)
-    features = torch.zeros(48, target.feature_width)
-    target.capture(batch, features)
-    row = rows.tokens(0)
-    labels = row[np.minimum(batch.slot_source + 1 + shift, len(row) - 1)]
-    batch = replace(batch, slot_label=labels.astype(np.int32))
-    adam = torch.optim.Adam(drafter.parameters(), lr=3e-3)
-    for _ in range(steps):
-        adam.zero_grad()
-        micro_step(drafter, batch, features, borrowed, LossConfig(decay="none"), 1 / batch.weight_sum)
-        adam.step()
-    served = ServedDrafter(c.served.config, drafter.state_dict())
-    out = serve(c.side, served, [prompt], max_new_tokens=36)
-    report = guard(out, Walk(target, drafter, borrowed), target=c.side, drafter=served) if shift == 0 else None
-    assert report is None or report.agreement == 1.0
+    """The loop with a drafter trained on the text it is about to serve."""
+    trained = train_on_own_text(c.model, c.spec, c.tensors, OVERFIT, steps=steps, shift=shift)
+    served = ServedDrafter(c.served.config, trained.drafter.state_dict())
+    out = serve(c.side, served, [OVERFIT], max_new_tokens=36)
+    if shift == 0:
+        assert guard(out, trained, target=c.side, drafter=served).agreement == 1.0
     return out
 
 

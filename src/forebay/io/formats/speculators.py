@@ -37,6 +37,7 @@ KNOWN = {
     *("speculators_model_type", "speculators_version", "target_hidden_size", "torch_dtype", "transformer_layer_config"),
     *("transformers_version", "window_from", "return_dict", "output_hidden_states", "output_attentions", "id2label"),
     *("label2id", "problem_type", "chunk_size_feed_forward", "is_encoder_decoder", "_name_or_path", "name_or_path"),
+    "tie_word_embeddings",  # of the package's own module, which takes embedding and head from the target
 }
 ARCHITECTURES = (["DFlashDraftModel"], ["DFlashSpeculator"], None)
 VERSION = "0.9.0"
