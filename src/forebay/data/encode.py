@@ -45,7 +45,7 @@ class Encoded:
     records: int
     drops: list[tuple[int, int, int, str, str]]  # row, file, line, reason, detail
     notes: dict[str, Counter[str]]  # group -> counts
-    preview: list[list[tuple[str, bool]]]  # the first two rows as (text, supervised)
+    preview: list[list[list[Any]]]  # the first two rows as [text, supervised] stretches
 
 
 class Encoder:
@@ -192,10 +192,10 @@ class Encoder:
             return None
         return f"the tokens decode to {decoded[:40]!r}, the answer is {text[:40]!r}"
 
-    def _preview(self, ids: np.ndarray, mask: np.ndarray) -> list[tuple[str, bool]]:
+    def _preview(self, ids: np.ndarray, mask: np.ndarray) -> list[list[Any]]:
         edges = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(ids)]
         return [
-            (self.tokenizer.decode(ids[a:b].tolist(), clean_up_tokenization_spaces=False), bool(mask[a]))
+            [self.tokenizer.decode(ids[a:b].tolist(), clean_up_tokenization_spaces=False), bool(mask[a])]
             for a, b in itertools.pairwise(edges)
         ]
 

@@ -8,6 +8,7 @@ parsing them (`parse`) is the workers' part. Called by `data.prepare` and `stage
 
 from __future__ import annotations
 
+import codecs
 import glob
 import gzip
 import json
@@ -130,7 +131,7 @@ def _shape(path: Path, opener: Any) -> str:
     if path.name.lower().removesuffix(".gz").endswith((".jsonl", ".ndjson")):
         return "lines"
     first = head.split(b"\n", 1)[0].strip()
-    return "values" if first in (b"{", b"[") or (head[:1] == b"[" and b"{" in head[:64]) else "lines"
+    return "values" if first == b"{" or head[:1] == b"[" else "lines"
 
 
 def _lines(number: int, file: IO[bytes]) -> Iterator[Record]:
@@ -155,36 +156,39 @@ def _lines(number: int, file: IO[bytes]) -> Iterator[Record]:
 
 def _values(number: int, file: IO[bytes]) -> Iterator[Record]:
     """The objects of a JSON array, or objects one after the other, decoded from a buffer that holds one at a time."""
-    import codecs
-
     decoder, utf8 = json.JSONDecoder(), codecs.getincrementaldecoder("utf-8")()
-    text, line, done, ended = "", 1, 0, False
-    inside = False  # of the array
+    text, line, done, ended, depth = "", 1, 0, False, 0
+
+    def problem(detail: str) -> Record:
+        return Record(number, line, Unreadable("parse_error", detail), done)
+
     while True:
-        stripped = text.lstrip(" \t\r\n\ufeff,[" if not inside else " \t\r\n,")
-        line += text.count("\n", 0, len(text) - len(stripped))
-        inside = inside or bool(stripped)
-        text = stripped
-        if text[:1] == "]":
+        rest = text.lstrip(" \t\r\n,\ufeff")
+        if not depth and rest[:1] == "[":
+            depth, rest = 1, rest[1:].lstrip()
+        line += text.count("\n", 0, len(text) - len(rest))
+        text = rest
+        if depth and text[:1] == "]":
+            if (text + file.read(64).decode("utf-8", "replace"))[1:].strip():
+                yield problem("more text after the end of the array")
             return
-        problem: Unreadable | None = None
+        fault = "cut off"
         if text:
             try:
                 value, end = decoder.raw_decode(text)
                 if end < len(text) or ended:
-                    payload = value if isinstance(value, dict) else _not_an_object(value)
-                    yield Record(number, line, payload, done)
+                    yield Record(number, line, value if isinstance(value, dict) else _not_an_object(value), done)
                     line += text.count("\n", 0, end)
                     text = text[end:]
                     continue
             except (ValueError, RecursionError) as error:
-                problem = _parse_error(error)
+                fault = _parse_error(error).detail
         if ended:
-            if text:
-                yield Record(number, line, problem or Unreadable("parse_error", "cut off"), done)
+            if text or depth:
+                yield problem(fault)
             return
         if len(text) > MAX_LINE_BYTES:
-            yield Record(number, line, Unreadable("parse_error", "a value that does not end"), done)
+            yield problem("a value that does not end")
             return
         # Read as much again as is held, so that a long value is not decoded from its start for every block.
         block = file.read(max(BLOCK_BYTES, len(text)))
@@ -192,7 +196,7 @@ def _values(number: int, file: IO[bytes]) -> Iterator[Record]:
         try:
             text += utf8.decode(block, final=ended)
         except UnicodeDecodeError as error:
-            yield Record(number, line, Unreadable("parse_error", f"not UTF-8 after this line: {error.reason}"), done)
+            yield problem(f"not UTF-8 after this line: {error.reason}")
             return
 
 
@@ -226,12 +230,12 @@ def _arrow_batches(path: Path) -> Iterator[tuple[int, Any]]:
 
     with pyarrow.memory_map(str(path)) as source:
         try:
-            reader = pyarrow.ipc.open_stream(source)
+            stream: Any = pyarrow.ipc.open_stream(source)
         except pyarrow.ArrowInvalid:
             source.seek(0)
-            reader = pyarrow.ipc.open_file(source)
-            reader = (reader.get_batch(i) for i in range(reader.num_record_batches))
-        for batch in reader:
+            file = pyarrow.ipc.open_file(source)
+            stream = (file.get_batch(i) for i in range(file.num_record_batches))
+        for batch in stream:
             for start in range(0, batch.num_rows, 256):
                 yield source.tell(), batch.slice(start, 256)
 

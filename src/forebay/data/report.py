@@ -62,7 +62,7 @@ class Report:
         self.notes: dict[str, Counter[str]] = {k: Counter(v) for k, v in state.get("notes", {}).items()}
         self.lengths: list[int] = state.get("lengths", [0] * (len(BUCKETS) + 1))
         self.splits: dict[str, dict[str, int]] = state.get("splits", {})
-        self.preview: list[list[tuple[str, bool]]] = state.get("preview", [])
+        self.preview: list[list[list[Any]]] = state.get("preview", [])
 
     def state(self) -> dict[str, Any]:
         names = ("records", "kept", "dropped", "first", "notes", "lengths", "splits", "preview")

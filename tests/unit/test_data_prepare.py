@@ -1,0 +1,377 @@
+"""`prepare`: every row kept or counted, stops before a useless store, resumes, reuses only what is the same."""
+
+import errno
+import json
+import os
+import signal
+import sys
+
+import numpy as np
+import pytest
+
+import forebay.data.prepare as module
+from forebay.data.overlap import NGRAM
+from forebay.data.prepare import prepare
+from forebay.data.report import expectations, render
+from forebay.data.store import StoreWriter, TokenStore
+from forebay.errors import DataError, UsageError
+from tiny import R0, toy_tokenizer, write_jsonl
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return toy_tokenizer()
+
+
+def talk(i: int, answer: str = "one two three", **more) -> dict:
+    turns = [{"role": "user", "content": f"question number {i}"}, {"role": "assistant", "content": f"{answer} {i}"}]
+    return {"id": i, "messages": turns, **more}
+
+
+def run(data, out, tokenizer, **options):
+    return prepare([data], out, tokenizer=tokenizer, **{"heldout_share": 0.0, "progress": False, **options})
+
+
+def content(folder) -> dict[str, bytes]:
+    return {
+        str(p.relative_to(folder)): p.read_bytes() for part in ("train", "heldout") for p in (folder / part).iterdir()
+    }
+
+
+def test_rows_are_kept_or_counted_by_reason_with_their_rows_and_lines(tmp_path, tokenizer):
+    """C54-C58: the report names each, and kept + dropped = rows."""
+    odd = [
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}]},
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": None}]},
+        {"messages": [{"role": "user", "content": "a"}]},
+        {"messages": [{"role": "user", "content": "word " * 600}, {"role": "assistant", "content": "reply " * 50}]},
+        {"messages": [{"role": "narrator", "content": "a"}]},
+    ]
+    path = write_jsonl(tmp_path / "a.jsonl", [talk(0), *odd, talk(1)])
+    path.write_bytes(path.read_bytes() + b"{broken\n")
+    report = run(path, tmp_path / "s", tokenizer, max_length=512)
+    assert (report["rows"], report["kept"]) == (8, 2)
+    assert report["dropped"] == {
+        "empty_assistant": 2,
+        "no_assistant": 1,
+        "truncated_away": 1,
+        "bad_role": 1,
+        "parse_error": 1,
+    }
+    assert [e["row"] for e in report["dropped_first"]["empty_assistant"]] == [2, 3]
+    assert report["dropped_first"]["parse_error"][0]["line"] == 8
+    assert json.loads((tmp_path / "s" / "report.json").read_text()) == report
+    with pytest.raises(DataError, match="--strict: 2 empty_assistant, 1 no_assistant"):
+        run(path, tmp_path / "strict", tokenizer, max_length=512, strict=True)
+
+
+def test_a_row_without_room_for_a_block_is_too_short(tmp_path, tokenizer):
+    """C58: three tokens in all."""
+    path = write_jsonl(tmp_path / "a.jsonl", [talk(0), {"text": "a:b"}])
+    report = run(path, tmp_path / "s", tokenizer, text_separator="a:")
+    assert report["dropped"] == {"too_short": 1}
+
+
+def test_a_long_answer_is_cut_at_max_length_and_counted(tmp_path, tokenizer):
+    """C24 for data: no row is longer, and the report says how many were cut."""
+    path = write_jsonl(tmp_path / "a.jsonl", [talk(0), talk(1, "more " * 200)])
+    report = run(path, tmp_path / "s", tokenizer, max_length=100)
+    store = TokenStore.open(tmp_path / "s" / "train")
+    assert report["truncated"] == 1 and store.lengths.max() == 100 and store.manifest["max_length"] == 100
+
+
+def test_the_store_gives_views_lengths_and_counts(tmp_path, tokenizer):
+    path = write_jsonl(tmp_path / "a.jsonl", [talk(i, "word " * (i % 7 + 1)) for i in range(50)])
+    report = run(path, tmp_path / "s", tokenizer, shard_tokens=300)
+    store = TokenStore.open(tmp_path / "s" / "train", verify=True)
+    assert len(store) == 50 == len(set(store.ids))
+    assert report["splits"]["train"]["supervised_tokens"] == store.supervised.sum() == report["supervised_tokens"]
+    for i in range(50):
+        tokens, mask = store.tokens(i), store.mask(i)
+        assert tokens.dtype == np.int32 and not tokens.flags.owndata and len(tokens) == len(mask) == store.lengths[i]
+        assert mask.sum() == store.supervised[i]
+        assert tokenizer.decode(tokens).startswith(f"<|im_start|>user\nquestion number {i}<|im_end|>")
+        assert tokenizer.decode(store.prompt(i)).endswith("<|im_start|>assistant\n")
+
+
+def test_nothing_usable_is_one_clear_error(tmp_path, tokenizer):
+    """C62."""
+    path = write_jsonl(tmp_path / "a.jsonl", [{"messages": [{"role": "user", "content": "a"}]}] * 40 + [{"x": 1}])
+    with pytest.raises(
+        DataError, match=r"0 of 41 rows can be used: 40 no_assistant, 1 no_messages. First: .*regenerate"
+    ):
+        run(path, tmp_path / "s", tokenizer)
+    assert json.loads((tmp_path / "s" / "report.json").read_text())["stopped"]
+    with pytest.raises(DataError, match=r"not complete|not a token store"):
+        TokenStore.open(tmp_path / "s" / "train")
+
+
+def test_more_than_five_percent_without_a_supervised_token_stops(tmp_path, tokenizer):
+    user_only = {"messages": [{"role": "user", "content": "a"}]}
+    path = write_jsonl(tmp_path / "a.jsonl", [talk(i) for i in range(180)] + [user_only] * 20)
+    with pytest.raises(DataError, match=r"20 of 200 rows \(10%\) have no supervised token, more than the 5% allowed"):
+        run(path, tmp_path / "s", tokenizer)
+    assert run(path, tmp_path / "s", tokenizer, max_unsupervised=0.2)["kept"] == 180
+
+
+def test_a_template_that_renders_no_answer_stops_with_what_it_renders(tmp_path, tokenizer):
+    """C09."""
+    path = write_jsonl(tmp_path / "a.jsonl", [talk(i) for i in range(100)])
+    template = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}\n{% endif %}{% endfor %}"
+    with pytest.raises(DataError, match=r"0 of 100 rows can be used: 100 no_span"):
+        run(path, tmp_path / "s", tokenizer, chat_template=template)
+
+
+def test_a_store_in_which_everything_is_supervised_is_refused(tmp_path, tokenizer):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": "<eos>one two three four"}] * 20)
+    with pytest.raises(DataError, match="tokens are supervised"):
+        # the separator is one token of 2,000: the prompt is as good as missing
+        long = write_jsonl(tmp_path / "b.jsonl", [{"text": "<eos>" + "one two three four " * 900}] * 3)
+        run(long, tmp_path / "s", tokenizer, text_separator="<eos>", max_length=100_000)
+    assert run(path, tmp_path / "t", tokenizer, text_separator="<eos>")["kept"] == 20
+
+
+def test_template_arguments_recorded_by_regenerate_are_used_and_checked(tmp_path, tokenizer):
+    """C18."""
+    made = {"regenerated": {"prompt": "x", "by": {"template_kwargs": {"enable_thinking": False}}}}
+    path = write_jsonl(tmp_path / "a.jsonl", [talk(0, **made), talk(1)])
+    report = run(path, tmp_path / "s", tokenizer)
+    assert report["template_kwargs"] == {"enable_thinking": False}
+    store = TokenStore.open(tmp_path / "s" / "train")
+    assert store.manifest["template_kwargs"] == {"enable_thinking": False}
+    with pytest.raises(DataError, match=r"'enable_thinking': False.*'enable_thinking': True"):
+        run(path, tmp_path / "t", tokenizer, template_kwargs={"enable_thinking": True})
+
+
+def test_finish_reasons_are_counted_and_many_cut_answers_are_said(tmp_path, tokenizer):
+    """C104."""
+    rows = [talk(i, finish_reason="length" if i < 35 else "stop") for i in range(100)]
+    report = run(write_jsonl(tmp_path / "a.jsonl", rows), tmp_path / "s", tokenizer)
+    assert report["finish_reasons"] == {"length": 35, "stop": 65}
+    assert any("35 answers (35%) were cut" in line for line in report["expect"])
+    assert any("public runs" in line for line in expectations(report))
+
+
+def test_the_table_marks_what_is_trained_on(tmp_path, tokenizer):
+    from rich.console import Console
+
+    path = write_jsonl(tmp_path / "a.jsonl", [R0, talk(1), {"x": 1}])
+    report = run(path, tmp_path / "s", tokenizer)
+    console = Console(width=200, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    console.print(render(report))
+    text = console.export_text()
+    assert "[[one two three four five six<|im_end|>]]" in text
+    assert "no_messages" in text and "rows 3" in text and "supervised" in text
+
+
+def test_the_split_follows_the_content_and_no_row_moves_when_data_is_added(tmp_path, tokenizer):
+    first, more = [talk(i) for i in range(300)], [talk(i) for i in range(1000, 1300)]
+    a = run(write_jsonl(tmp_path / "a.jsonl", first), tmp_path / "a", tokenizer, heldout_share=0.1)
+    run(write_jsonl(tmp_path / "b.jsonl", more + first), tmp_path / "b", tokenizer, heldout_share=0.1)
+    held = [set(TokenStore.open(tmp_path / name / "heldout").ids) for name in "ab"]
+    trained = [set(TokenStore.open(tmp_path / name / "train").ids) for name in "ab"]
+    assert held[0] < held[1] and trained[0] < trained[1] and not held[1] & trained[1]
+    assert 0.04 < a["splits"]["heldout"]["rows"] / 300 < 0.16
+
+
+def test_held_out_rows_may_come_from_files_of_their_own(tmp_path, tokenizer):
+    held = write_jsonl(tmp_path / "held.jsonl", [talk(i) for i in range(5)])
+    path = write_jsonl(tmp_path / "a.jsonl", [talk(i) for i in range(100, 120)])
+    report = run(path, tmp_path / "s", tokenizer, heldout=[held])
+    assert [report["splits"][n]["rows"] for n in ("train", "heldout")] == [20, 5]
+    with pytest.raises(UsageError, match="given both"):
+        run(path, tmp_path / "t", tokenizer, heldout=[path])
+
+
+def test_training_prompts_that_repeat_held_out_ones_are_counted(tmp_path, tokenizer):
+    """13 consecutive tokens of the users' text; what the template or a system turn repeats is no overlap."""
+    shared = "the very same long question about a forebay and its turbine"
+    held = [{"prompt": shared, "response": "one two", "system": "you are a very helpful assistant indeed"}]
+    train = [
+        {
+            "prompt": f"well, {shared}, tell me",
+            "response": "a b c",
+            "system": "you are a very helpful assistant indeed",
+        },
+        {"prompt": "nothing in common here", "response": "a b c", "system": "you are a very helpful assistant indeed"},
+    ]
+    report = run(
+        write_jsonl(tmp_path / "a.jsonl", train),
+        tmp_path / "s",
+        tokenizer,
+        heldout=[write_jsonl(tmp_path / "h.jsonl", held)],
+    )
+    assert report["overlap"] == {"ngram": NGRAM, "train_rows": 1, "first": [1]}
+
+
+def test_duplicates_are_counted(tmp_path, tokenizer):
+    report = run(write_jsonl(tmp_path / "a.jsonl", [R0] * 4 + [talk(1)]), tmp_path / "s", tokenizer)
+    assert (report["kept"], report["duplicates"]) == (5, 3)
+
+
+def test_a_store_is_used_again_only_if_everything_is_the_same(tmp_path, tokenizer):
+    """C98: the differing field is named."""
+    path, out, said = write_jsonl(tmp_path / "a.jsonl", [talk(i) for i in range(20)]), tmp_path / "s", []
+    first = run(path, out, tokenizer, notice=said.append)
+    before = {p: p.stat().st_mtime_ns for p in (out / "train").iterdir()}
+    assert run(path, out, tokenizer, notice=said.append) == first
+    assert {p: p.stat().st_mtime_ns for p in (out / "train").iterdir()} == before
+    assert "used as it is" in said.pop() and not said
+    fingerprints = {first["fingerprints"]["train"]}
+    changes = [
+        {"max_length": 100},
+        {"chat_template": tokenizer.chat_template + " "},
+        {"template_kwargs": {"enable_thinking": True}},
+        {"last_turn_only": True},
+    ]
+    for change in changes:
+        report = run(path, out, tokenizer, notice=said.append, **change)
+        assert f"{next(iter(change))} (" in said.pop()
+        fingerprints.add(report["fingerprints"]["train"])
+    write_jsonl(path, [talk(i) for i in range(21)])
+    run(path, out, tokenizer, notice=said.append)
+    assert "differs in data (" in said.pop() and len(fingerprints) == 5
+    (out / "train" / "00000.mask").write_bytes(b"\x00" * TokenStore.open(out / "train").manifest["tokens"])
+    run(path, out, tokenizer, notice=said.append)
+    assert TokenStore.open(out / "train", verify=True).supervised.sum() > 0 and not said
+
+
+def test_damage_is_named_by_file(tmp_path, tokenizer):
+    path, out = write_jsonl(tmp_path / "a.jsonl", [talk(i) for i in range(20)]), tmp_path / "s"
+    run(path, out, tokenizer)
+    with open(out / "train" / "00000.tokens", "r+b") as file:
+        file.write(b"\x99")
+    TokenStore.open(out / "train")
+    with pytest.raises(DataError, match=r"00000.tokens do not have the checksum"):
+        TokenStore.open(out / "train", verify=True)
+    os.truncate(out / "train" / "00000.tokens", 8)
+    with pytest.raises(DataError, match=r"00000.tokens has 8 bytes"):
+        TokenStore.open(out / "train")
+    with pytest.raises(DataError, match="did you mean its train/"):
+        TokenStore.open(out)
+
+
+@pytest.mark.parametrize("fail_at", [1, 5])
+def test_a_full_disk_stops_cleanly_and_the_next_run_goes_on(tmp_path, tokenizer, monkeypatch, fail_at):
+    """C97."""
+    monkeypatch.setattr(module, "CHUNK_ROWS", 10)
+    path, out = write_jsonl(tmp_path / "a.jsonl", [talk(i) for i in range(100)]), tmp_path / "s"
+    run(path, tmp_path / "whole", tokenizer, shard_tokens=500, heldout_share=0.1)
+    real, closed = StoreWriter.close_shard, []
+
+    def full(self):
+        closed.append(self)
+        if len(closed) == fail_at:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(self)
+
+    monkeypatch.setattr(StoreWriter, "close_shard", full)
+    with pytest.raises(DataError, match=f"disk full at {out}"):
+        run(path, out, tokenizer, shard_tokens=500, heldout_share=0.1)
+    monkeypatch.setattr(StoreWriter, "close_shard", real)
+    said = []
+    report = run(path, out, tokenizer, shard_tokens=500, heldout_share=0.1, notice=said.append)
+    assert bool(said) == (fail_at > 2) and all("going on after row" in line for line in said)
+    assert content(out) == content(tmp_path / "whole")
+    assert report["kept"] == 100 and not (out / "progress.json").exists()
+
+
+@pytest.mark.parametrize("stop_after", [1, 6, 9])
+def test_an_interrupted_run_goes_on_to_the_same_bytes_and_the_same_report(tmp_path, tokenizer, monkeypatch, stop_after):
+    monkeypatch.setattr(module, "CHUNK_ROWS", 10)
+    rows = [talk(i) if i % 9 else {"x": i} for i in range(100)]
+    path, out = write_jsonl(tmp_path / "a.jsonl", rows), tmp_path / "s"
+    whole = run(path, tmp_path / "whole", tokenizer, shard_tokens=400, heldout_share=0.1)
+    real, added = module._Run.add, []
+
+    def killed(self, *args):
+        added.append(1)
+        if len(added) > stop_after:
+            raise KeyboardInterrupt
+        real(self, *args)
+
+    monkeypatch.setattr(module._Run, "add", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run(path, out, tokenizer, shard_tokens=400, heldout_share=0.1)
+    monkeypatch.setattr(module._Run, "add", real)
+    report = run(path, out, tokenizer, shard_tokens=400, heldout_share=0.1)
+    assert content(out) == content(tmp_path / "whole")
+    assert {**report, "seconds": 0} == {**whole, "seconds": 0}
+
+
+def test_the_estimate_is_near_and_too_little_space_is_refused_with_both_numbers(tmp_path, tokenizer, monkeypatch):
+    """C96."""
+    path, out = write_jsonl(tmp_path / "a.jsonl", [talk(i, "word " * (i % 50)) for i in range(1000)]), tmp_path / "s"
+    said = {}
+    monkeypatch.setattr(
+        module, "estimate_bytes", lambda *args, real=module.estimate_bytes: said.setdefault("n", real(*args))
+    )
+    run(path, out, tokenizer)
+    on_disk = sum(p.stat().st_size for p in out.rglob("*") if p.is_file())
+    assert abs(said["n"] - on_disk) < 0.05 * on_disk
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda path: type("Usage", (), {"free": said["n"] // 2}))
+    with pytest.raises(DataError, match=rf"needs about {said['n']:,} bytes and its disk has {said['n'] // 2:,} free"):
+        run(path, tmp_path / "t", tokenizer)
+
+
+def test_a_folder_with_other_things_is_left_alone(tmp_path, tokenizer):
+    path = write_jsonl(tmp_path / "a.jsonl", [R0])
+    with pytest.raises(UsageError, match="holds other things"):
+        run(path, tmp_path, tokenizer)
+    with pytest.raises(UsageError, match="is a file"):
+        run(path, path, tokenizer)
+    with pytest.raises(UsageError, match="no target folder"):
+        run(path, tmp_path / "s", tmp_path / "none")
+
+
+def test_workers_give_the_same_bytes_and_too_many_are_capped_with_a_notice(tmp_path, tokenizer, monkeypatch):
+    """C70, C76: spawned workers after torch was imported and used; C71's ground: order does not depend on them."""
+    import torch
+
+    torch.ones(64, 64) @ torch.ones(64, 64)
+    monkeypatch.setattr(module, "CHUNK_ROWS", 16)
+    monkeypatch.setattr(module.os, "cpu_count", lambda: 2)
+    rows = [talk(i) if i % 9 else {"x": i} for i in range(200)]
+    path, said = write_jsonl(tmp_path / "a.jsonl", rows), []
+    one = run(path, tmp_path / "one", tokenizer, workers=1, heldout_share=0.1)
+    two = run(path, tmp_path / "two", tokenizer, workers=9, heldout_share=0.1, notice=said.append)
+    assert content(tmp_path / "one") == content(tmp_path / "two")
+    assert {**one, "seconds": 0} == {**two, "seconds": 0}
+    assert said == ["9 workers asked, 2 cores here: 2 are used"]
+
+
+def test_a_killed_worker_is_named_and_the_run_ends(tmp_path, tokenizer, monkeypatch):
+    """C71."""
+    monkeypatch.setattr(module, "CHUNK_ROWS", 1)
+    path = write_jsonl(tmp_path / "a.jsonl", [talk(i) for i in range(400)])
+    real, killed = module._Run.add, []
+
+    def add(self, *args):
+        real(self, *args)
+        if not killed:
+            import multiprocessing
+
+            killed.append(multiprocessing.active_children()[0].pid)
+            os.kill(killed[0], signal.SIGKILL)
+
+    monkeypatch.setattr(module._Run, "add", add)
+    with pytest.raises(DataError, match=r"a data worker was killed \(out of memory\?\)"):
+        run(path, tmp_path / "s", tokenizer, workers=2)
+
+
+def test_progress_says_rows_rate_and_time_left_every_ten_seconds_without_a_terminal(capsys):
+    """C77."""
+    from forebay.data.progress import Progress
+
+    now = [0.0]
+    with Progress("prepare", 1000, clock=lambda: now[0]) as shown:
+        for second in range(1, 41):
+            now[0] = float(second)
+            shown.update(second * 20, {"rows": second * 100})
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 4 and lines[0] == "prepare: 20%, 1,000 rows (100/s), 40 s left"
+
+
+def test_the_data_package_reads_stores_without_torch():
+    code = "import sys, forebay.data.store, forebay.data.prepare; sys.exit('torch' in sys.modules)"
+    assert os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-c", code]) == 0
