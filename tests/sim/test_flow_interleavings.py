@@ -2,7 +2,7 @@
 
 Each run is a small world of up to 12 jobs with random settings: workers that lease, answer, fail, hang and answer too
 late; a training loop that draws, releases, commits and skips; crashes with a resume from the last step boundary. An
-actor that was told to wait asks again only when the coordinator's news say so, so that a lost wake-up shows as a deadlock.
+actor that was told to wait asks again only when the coordinator's news say so: a lost wake-up shows as a deadlock.
 
 Asserted in each: G1 exactly once, G2 bounded bytes, G3 no deadlock, G4 nothing stranded, F26 residence = occupancy.
 """
@@ -10,7 +10,7 @@ Asserted in each: G1 exactly once, G2 bounded bytes, G3 no deadlock, G4 nothing 
 from __future__ import annotations
 
 import random
-from functools import lru_cache
+from functools import cache
 
 import pytest
 
@@ -31,7 +31,7 @@ WINDOWS = ((1, 1), (1, 3), (2, 1), (2, 4), (3, 2), (4, 5))  # (window, min fill)
 MOST_MOVES = 4000
 
 
-@lru_cache(maxsize=None)
+@cache
 def plan_of(variant: int, epoch: int, draw: str, window: int, min_fill: int) -> EpochPlan:
     rng = random.Random(variant * 7 + epoch)
     n = rng.choice((1, 2, 3, 4, 5, 6, 6))

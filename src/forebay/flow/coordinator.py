@@ -191,6 +191,8 @@ class Coordinator:
             self.admission.charge((epoch.number, job), nbytes)
         self.blocked.go(worker, now)
         self.counters["leases"] += 1
+        if epoch.dealt:  # prefetch deals on, perhaps to a target that waits
+            self.news_for_producers += 1
         return epoch.lease(job, worker, now + self.settings.lease_s)
 
     def _live(self, lease: Lease) -> Epoch | None:

@@ -38,6 +38,8 @@ class Epoch:
         self.queue = self._queue(settings)
         if state is not None:
             self._restore(state)
+        if self.dealt:
+            self._deal()
 
     def _queue(self, s: FlowSettings) -> HSQueue:
         if s.queue == "bucketed":
@@ -76,22 +78,26 @@ class Epoch:
         return fresh
 
     def _fresh_of(self, worker: int | None) -> int | None:
+        mine = self.dealt if worker is None else [self.dealt[worker % len(self.dealt)]]
+        return next((lane[0] for lane in mine if lane), None)
+
+    def _deal(self) -> None:
         """`dispatch: per_target`: prefetch fills the targets' queues in turn and stops at the first that is full."""
         ledger, lanes = self.ledger, self.dealt
         while self.next_dealt < ledger.jobs:
             if ledger.waits_its_turn(self.next_dealt):
                 lane = lanes[self.next_dealt % len(lanes)]
                 if len(lane) >= self.depth:
-                    break
+                    return
                 lane.append(self.next_dealt)
             self.next_dealt += 1
-        mine = lanes if worker is None else [lanes[worker % len(lanes)]]
-        return next((lane[0] for lane in mine if lane), None)
 
     def lease(self, job: int, worker: int, expires: float) -> Lease:
-        for lane in self.dealt:
+        if self.dealt:
+            lane = self.dealt[job % len(self.dealt)]
             if lane and lane[0] == job:
                 lane.popleft()
+                self._deal()
         return self.ledger.lease(job, worker, expires)
 
     def put(self, job: int) -> None:

@@ -82,7 +82,7 @@ def warnings_of_plan(buckets: Ints, order: str, window: int, min_fill: int, seed
     buckets: [J] in plan order, drawn here through a simulated buffer at its min fill.
     """
     lines = []
-    kinds = len(np.unique(buckets))
+    kinds, jobs = len(np.unique(buckets)), len(buckets)
     if window < 4 and kinds > 1:
         lines.append(
             f"optim.window {window} is below 4 items: a step sees at most {min(window, kinds)} of {kinds} buckets; "
@@ -95,7 +95,7 @@ def warnings_of_plan(buckets: Ints, order: str, window: int, min_fill: int, seed
     if r > ALARM_R:
         lines.append(
             f"windows will not be mixed: r = {r:.2f} (alarm {ALARM_R}) with order: {order}, window {window}, min_fill "
-            f"{min_fill} of {len(buckets)} jobs; set plan.order: filled or raise buffer.min_fill"
+            f"{min_fill} of {jobs} jobs; set plan.order: filled or raise buffer.min_fill"
         )
     return lines
 
