@@ -220,6 +220,20 @@ def test_a_cast_keeps_rotary_frequencies_in_fp32():
     assert model.lm_head.weight.dtype == torch.bfloat16 and torch.equal(model.model.rotary_emb.inv_freq, before)
 
 
+def test_a_quantised_target_is_left_as_it_is_and_never_cast(monkeypatch, tmp_path):
+    """Planted: one weight in fp8, whose numbers mean nothing without a scale."""
+    model = tiny_target()
+    weight = model.model.layers[0].mlp.up_proj.weight
+    weight.data = weight.data.to(torch.float8_e4m3fn)
+    monkeypatch.setattr(load, "_from_pretrained", lambda *_: (model, {"missing_keys": []}))
+    (tmp_path / "config.json").touch()
+    loaded = load_model(TargetConfig(model=str(tmp_path)))
+    assert loaded.model.layers[0].mlp.up_proj.weight.dtype == torch.float8_e4m3fn
+    assert loaded.lm_head.weight.dtype == torch.float32
+    with pytest.raises(UsageError, match="is quantised and cannot be cast: remove target.dtype=bfloat16"):
+        load_model(TargetConfig(model=str(tmp_path), dtype="bfloat16"))
+
+
 def test_measuring_dtypes_leaves_the_model_as_it_was(monkeypatch):
     model = tiny_target()
     layers, weights = list(model.model.layers), [p.clone() for p in model.parameters()]

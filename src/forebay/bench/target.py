@@ -81,6 +81,7 @@ def bench_target(
         "plain_tokens_per_s": rates["plain"],
         "truncated_tokens_per_s": rates["truncated"],
         "captured_over_plain": _ratio(wall["plain"], wall["captured"]),
+        "captured_over_plain_cpu": _ratio(cpu["plain"], cpu["captured"]),
         "captured_share_of_truncated": _ratio(cpu["truncated"], cpu["captured"]),
         "padding_share": 1 - sum(real) / sum(padded),
         "flops_per_token": flops,

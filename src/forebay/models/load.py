@@ -114,8 +114,11 @@ def load_model(config: TargetConfig, device: str | torch.device = "cpu") -> Any:
             "the folder is incomplete, or its config.json belongs to another model"
         )
     model.eval().requires_grad_(False)
-    chosen = DTYPES[config.dtype] if config.dtype != "auto" else auto_dtype(model, device)
-    cast(model, chosen)
+    if is_quantised(model):  # its numbers mean nothing without their scales: leave them as they are
+        if config.dtype != "auto":
+            raise UsageError(f"{folder} is quantised and cannot be cast: remove target.dtype={config.dtype}")
+        return model.to(device)
+    cast(model, DTYPES[config.dtype] if config.dtype != "auto" else auto_dtype(model, device))
     return model.to(device)
 
 
@@ -162,6 +165,11 @@ def _missing_package(error: ImportError, folder: Path) -> TargetError:
 def _first_line(error: BaseException) -> str:
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0][:200] if text else ''}"
+
+
+def is_quantised(model: nn.Module) -> bool:
+    """Whether some parameter is kept in another form than a plain float."""
+    return any(p.dtype not in (*DTYPES.values(), torch.float64) for p in model.parameters())
 
 
 def cast(model: nn.Module, dtype: torch.dtype) -> None:
