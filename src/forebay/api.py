@@ -15,7 +15,7 @@ from typing import Any
 
 from forebay import config as configuration
 from forebay.config import RunConfig, TargetConfig
-from forebay.errors import DataError, ForebayError, UsageError
+from forebay.errors import DataError, ForebayError, UsageError, nearest
 
 PathLike = str | os.PathLike[str]
 
@@ -114,24 +114,14 @@ def status_text(s: dict[str, Any]) -> str:
     lines = [f"step {s['step']} of {s['total_steps']} ({s['age_s']:.0f} s ago)"]
     for stage, shares in s["shares"].items():
         lines.append(f"{stage}: busy {shares['busy_share']:.0%}, waiting {shares['wait_share']:.0%}")
-    lines += [f"{w['worker']} waits {w['seconds']:.0f} s for {w['waits_for']}" for w in s["waits"]]
+    lines += [f"{w['worker']} waits {w['seconds']:.0f} s for {w['waits_for']}" for w in s["waits"] if w["seconds"] >= 1]
     return "\n".join([*lines, *s["failures"]])
-
-
-def drafter_folder(path: PathLike) -> Path:
-    """The exported drafter at `path`: the folder itself, or a run's."""
-    folder = Path(path)
-    if (folder / "drafter" / "config.json").is_file():
-        return folder / "drafter"
-    if (folder / "config.json").is_file():
-        return folder
-    raise UsageError(f"{path} is no exported drafter and no finished run: `forebay export RUN --out DIR` makes one")
 
 
 def prompts_of(
     tokenizer: Any, store: PathLike | None, prompts: PathLike | None, limit: int | None = None
 ) -> list[list[int]]:
-    """Token ids of prompts from a store's held-out part, or from a JSONL file of conversations."""
+    """Token ids of prompts from a store's held-out part, or from a file of conversations."""
     if (store is None) == (prompts is None):
         raise UsageError("give either a token store (--store DIR) or a file of prompts (--prompts FILE)")
     if store is not None:
@@ -141,14 +131,20 @@ def prompts_of(
         rows = TokenStore.open(folder / "heldout" if (folder / "heldout").is_dir() else folder)
         found = [rows.prompt(i).tolist() for i in range(len(rows))]
     else:
-        from forebay.stages.regenerate import Summary, read_prompts
+        from forebay.data.conversation import Conversation, prompt_of
+        from forebay.data.readers import find_files, parse, read
 
         found = []
-        for prompt in read_prompts(Path(prompts or ""), Summary()):
-            encoded = tokenizer.apply_chat_template(prompt.messages, add_generation_prompt=True)
-            found.append(list(encoded["input_ids"] if hasattr(encoded, "keys") else encoded))
+        for record in read(find_files([prompts or ""])):
+            row = parse(record.payload)
+            asked = prompt_of(row) if isinstance(row, dict) else None
+            if isinstance(asked, Conversation):
+                encoded = tokenizer.apply_chat_template(asked.messages, tools=asked.tools, add_generation_prompt=True)
+                found.append(list(encoded["input_ids"]))
     if not found:
-        raise DataError(f"no prompt in {store or prompts}: prepare with a held-out part")
+        raise DataError(
+            f"no prompt in {store or prompts}: prepare with a held-out part, or give a file of conversations"
+        )
     return found[:limit]
 
 
@@ -165,37 +161,86 @@ def evaluate(
     temperature: float = 0.0,
     seed: int = 0,
     speed: bool = True,
+    step: str = "best",
 ) -> dict[str, Any]:
-    """Accept length, acceptance by position, equality with the target's greedy text (fp32), speed of both."""
+    """Accept length, acceptance by position, equality with the target's greedy text (fp32), speed of both.
+
+    `drafter`: an exported folder, a checkpoint, or a run (its `step`: "best", "last" or a number). The speeds
+    are measured in the faster dtype, one prompt at a time, on the first four prompts.
+    """
     from forebay.decode.check import check_contract
-    from forebay.decode.drafter import ServedDrafter
     from forebay.decode.evaluate import evaluate as run
+    from forebay.decode.evaluate import measure_speed
+    from forebay.decode.generator import load_drafter
     from forebay.models.load import auto_dtype, cast, load_model, load_tokenizer
 
-    folder = drafter_folder(drafter)
     where = _target(target, gguf_file, "float32")
-    model = load_model(where)
-    served = ServedDrafter.from_folder(folder)
-    check_contract(served.config, model)
+    served = load_drafter(drafter, step=step)
     ids = prompts_of(load_tokenizer(where), store, prompts, limit)
-    report, _ = run(
-        model,
-        served,
-        ids,
-        max_new_tokens=max_new_tokens,
-        batch_size=batch_size,
-        temperature=temperature,
-        seed=seed,
-    )
+    model = load_model(where)
+    check_contract(served.config, model, str(target))
+    options = {"max_new_tokens": max_new_tokens, "batch_size": batch_size, "temperature": temperature, "seed": seed}
+    report, _ = run(model, served, ids, **options)
     if speed:
-        from forebay.decode.evaluate import measure_speed
-
         faster = auto_dtype(model)
         cast(model, faster)
+        quick = load_drafter(drafter, step=step, dtype=faster)
         report.target_tokens_per_s, report.speculative_tokens_per_s = measure_speed(
-            model, ServedDrafter.from_folder(folder, dtype=faster), ids[:4], max_new_tokens=max_new_tokens
+            model, quick, ids[:4], max_new_tokens=max_new_tokens
         )
     return report.to_dict()
+
+
+def export(
+    source: PathLike, out: PathLike, *, format: str = "zlab", step: str = "best", overwrite: bool = False
+) -> str:
+    """Write the drafter of a run, checkpoint or folder for an engine (`zlab` or `speculators`); returns the folder."""
+    from forebay.io.drafters import export_drafter
+
+    return str(export_drafter(source, out, format=format, step=step, overwrite=overwrite))
+
+
+def import_drafter(source: PathLike, out: PathLike, *, target: PathLike, gguf_file: str | None = None) -> str:
+    """Read another trainer's drafter, strictly, into a folder that `drafter.init_from` and every command take."""
+    from forebay.io.drafters import import_drafter as run
+    from forebay.models.load import load_config
+
+    layers = load_config(_target(target, gguf_file)).num_hidden_layers
+    return str(run(source, out, num_target_layers=layers))
+
+
+def check(
+    drafter: PathLike,
+    *,
+    target: PathLike,
+    gguf_file: str | None = None,
+    store: PathLike | None = None,
+    prompts: PathLike | None = None,
+    limit: int | None = 16,
+    max_new_tokens: int = 48,
+) -> dict[str, Any]:
+    """Will an engine agree? Contract field by field, our loop, then the installed peers' own code; `ok` sums it up."""
+    from forebay.decode.check import check_drafter
+    from forebay.models.load import load_model, load_tokenizer
+
+    where = _target(target, gguf_file, "float32")
+    ids = prompts_of(load_tokenizer(where), store, prompts, limit)
+    return check_drafter(drafter, load_model(where), ids, target_folder=target, max_new_tokens=max_new_tokens)
+
+
+def load_drafter(source: PathLike, **options: Any) -> Any:
+    """A drafter ready to serve. See `decode.generator.load_drafter`."""
+    from forebay.decode.generator import load_drafter as load
+
+    return load(os.fspath(source), **options)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "SpeculativeGenerator":  # a class, so that it can be subclassed and its docstring read
+        from forebay.decode.generator import SpeculativeGenerator
+
+        return SpeculativeGenerator
+    raise AttributeError(f"module 'forebay.api' has no attribute '{name}'{nearest(name, __all__)}")
 
 
 def regenerate(
@@ -246,7 +291,12 @@ def regenerate(
 
 __all__ = [
     "ForebayError",
+    "SpeculativeGenerator",  # noqa: F822 - see __getattr__
+    "check",
     "evaluate",
+    "export",
+    "import_drafter",
+    "load_drafter",
     "plan",
     "prepare",
     "regenerate",

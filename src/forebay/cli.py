@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -38,16 +39,9 @@ class Parser(argparse.ArgumentParser):
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction):
                 known += list(action.choices)
-        for word in message.replace("'", " ").replace(",", " ").split():
-            if (
-                word not in known
-                and (hint := nearest(word, known))
-                and (word.startswith("-") or "invalid choice" in message)
-            ):
-                message += hint
-                break
-        self.print_usage(sys.stderr)
-        self.exit(2, f"forebay: {message}\n")
+        wrong = re.search(r"(?:invalid choice: '|unrecognized arguments: )([^' ]+)", message)
+        hint = nearest(wrong.group(1), known) if wrong else ""
+        self.exit(2, f"{self.format_usage()}{self.prog}: {message}{hint}\n")
 
 
 def _command(commands: Any, name: str, summary: str, run: Callable[[argparse.Namespace], Any]) -> Parser:

@@ -504,6 +504,7 @@ class TrainingRun:
             "accept_length": report.accept_length,
             "acceptance_by_position": report.acceptance_by_position,
             "rounds": report.rounds,
+            "prompts": report.prompts,
             "seconds": round(report.seconds, 2),
         }
         self.evals.append(entry)
@@ -530,6 +531,7 @@ class TrainingRun:
                 "flow": self.shell.snapshot(),
                 "evals": self.evals,
                 "spec": self.spec.to_dict(),
+                "extras": self._extras(),
             },
             contract=self.contract,
         )
