@@ -230,7 +230,7 @@ def test_a_quantised_target_is_left_as_it_is_and_never_cast(monkeypatch, tmp_pat
     loaded = load_model(TargetConfig(model=str(tmp_path)))
     assert loaded.model.layers[0].mlp.up_proj.weight.dtype == torch.float8_e4m3fn
     assert loaded.lm_head.weight.dtype == torch.float32
-    with pytest.raises(UsageError, match="is quantised and cannot be cast: remove target.dtype=bfloat16"):
+    with pytest.raises(UsageError, match=r"is quantised and cannot be cast: remove target.dtype=bfloat16"):
         load_model(TargetConfig(model=str(tmp_path), dtype="bfloat16"))
 
 
