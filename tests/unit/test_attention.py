@@ -32,8 +32,8 @@ def heads(made, rows, blocks, dtype=torch.float64, seed=0):
     def of(count, n):
         return torch.randn(count, n, made.head_dim, generator=generator, dtype=dtype).requires_grad_()
 
-    slots = blocks * made.block_size
-    return of(slots, made.heads), of(rows + slots, made.kv_heads), of(rows + slots, made.kv_heads)
+    slots, groups = blocks * made.block_size, made.kv_heads
+    return of(slots, made.heads), (of(rows, groups), of(rows, groups)), (of(slots, groups), of(slots, groups))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -47,13 +47,13 @@ def test_chunked_attention_equals_the_dense_definition(variant):
     anchors, starts = np.append(anchors, [0, 0]), np.append(starts, [0, 0])
     results = []
     for dense in (True, False):
-        q, k, v = heads(made, rows, len(anchors))
+        q, context, own = heads(made, rows, len(anchors))
         if dense:
-            out = attend_dense(q, k, v, anchors, starts, made, 0)
+            out = attend_dense(q, context, own, anchors, starts, made, 0)
         else:
-            out = attend(q, k, v, block_view(anchors, starts, rows, made, torch.float64), 0)
+            out = attend(q, context, own, block_view(anchors, starts, made, torch.float64), 0)
         upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(9), dtype=out.dtype)
-        results.append((out, *torch.autograd.grad(out, (q, k, v), upstream)))
+        results.append((out, *torch.autograd.grad(out, (q, *context, *own), upstream)))
     for ours, want in zip(*results, strict=True):
         assert (ours - want).abs().max() < 1e-10
 
@@ -64,7 +64,7 @@ def test_the_context_of_a_chunk_is_no_wider_than_its_documents():
     lengths = [50] * 40
     starts = np.repeat(np.arange(0, 2000, 50), 8)
     anchors = starts + np.tile(np.arange(5, 45, 5), 40)
-    view = block_view(anchors, starts, 2000, made)
+    view = block_view(anchors, starts, made)
     pairs = sum(c.mask.numel() for c in view.layers[0])
     assert sum(lengths) == 2000 and pairs < 0.15 * (320 * 16) * (2000 + 320 * 16)
     assert sorted((c.first, c.last) for c in view.layers[0])[0][0] == 0
@@ -72,12 +72,12 @@ def test_the_context_of_a_chunk_is_no_wider_than_its_documents():
 
 
 def test_layers_of_one_kind_share_their_chunks():
-    view = block_view(np.array([9]), np.array([0]), 20, spec(layers=3))
+    view = block_view(np.array([9]), np.array([0]), spec(layers=3))
     assert view.layers[0] is view.layers[1] is view.layers[2]
 
 
 def test_an_item_without_anchors_has_no_chunks():
-    assert block_view(np.array([], int), np.array([], int), 20, spec()).layers == ((), ())
+    assert block_view(np.array([], int), np.array([], int), spec()).layers == ((), ())
 
 
 def states(made, batch, context, tokens=None):

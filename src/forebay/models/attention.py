@@ -6,7 +6,7 @@ The visibility rule lives in `visible`, once. What a chunk sees is worked out on
 (`block_view`), so the forward pass never asks a device for a number. Called by `models.drafter`.
 
 Legend: T context tokens, A anchors, B slots of a block, N query heads, G key-value heads, D head width.
-Keys are context first, then blocks: row T + a * B + j is slot j of block a.
+Row a * B + j of a block's tensors is slot j of block a.
 """
 
 from __future__ import annotations
@@ -21,9 +21,13 @@ from torch import Tensor
 
 from forebay.models.spec import DrafterSpec
 
-#: Most anchors of a chunk, and what one more chunk costs in query-key pairs (its Python and kernel overhead).
-MAX_CHUNK_ANCHORS = 16
+#: Most queries of a chunk (its blocks do not see one another, yet share a score matrix), and what one more chunk costs
+#: in query-key pairs (its Python and kernel overhead).
+MAX_CHUNK_QUERIES = 96
 CHUNK_OVERHEAD_PAIRS = 20_000
+
+
+KeysValues = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -36,13 +40,14 @@ class Chunk:
     hi: int
     mask: Tensor  # [last-first x B, hi-lo + last-first x B], 0 or -inf
 
+    def slots(self, block: int) -> slice:
+        return slice(self.first * block, self.last * block)
+
 
 @dataclass(frozen=True)
 class BlockView:
     """What the blocks of one item see, in every layer: one list of chunks per kind of layer."""
 
-    context: int  # T
-    anchors: int  # A
     block: int  # B
     layers: tuple[tuple[Chunk, ...], ...]
 
@@ -68,7 +73,6 @@ def visible(
 def block_view(
     anchors: np.ndarray[Any, Any],
     starts: np.ndarray[Any, Any],
-    context: int,
     spec: DrafterSpec,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
@@ -82,24 +86,23 @@ def block_view(
         kind = (spec.is_sliding(layer), spec.is_causal(layer))
         if kind not in plans:
             first, own = visible(anchors, starts, spec, layer)
-            plans[kind] = tuple(
-                _chunk(a, b, anchors, first, own, dtype, device) for a, b in _chunk_bounds(anchors, first[:, 0])
-            )
+            bounds = _chunk_bounds(anchors, first[:, 0], spec.block_size)
+            plans[kind] = tuple(_chunk(a, b, anchors, first, own, dtype, device) for a, b in bounds)
     kinds = [(spec.is_sliding(i), spec.is_causal(i)) for i in range(spec.layers)]
-    return BlockView(context, len(anchors), spec.block_size, tuple(plans[k] for k in kinds))
+    return BlockView(spec.block_size, tuple(plans[k] for k in kinds))
 
 
-def _chunk_bounds(anchors: np.ndarray[Any, Any], first: np.ndarray[Any, Any]) -> list[tuple[int, int]]:
+def _chunk_bounds(anchors: np.ndarray[Any, Any], first: np.ndarray[Any, Any], block: int) -> list[tuple[int, int]]:
     """Cut the sorted anchors where one more chunk is cheaper than a wider context slice for all of the chunk."""
     lows, highs = first.tolist(), anchors.tolist()
     bounds: list[tuple[int, int]] = []
     begin = 0
     for i in range(1, len(highs) + 1):
-        if i < len(highs) and i - begin < MAX_CHUNK_ANCHORS:
+        if i < len(highs) and (i + 1 - begin) * block <= MAX_CHUNK_QUERIES:
             low, high = min(lows[begin:i]), max(highs[begin:i])
             joined = max(high, highs[i]) - min(low, lows[i])
             grown = (i - begin) * (joined - (high - low)) + joined - (highs[i] - lows[i])
-            if grown * 16 <= CHUNK_OVERHEAD_PAIRS:
+            if grown * block <= CHUNK_OVERHEAD_PAIRS:
                 continue
         bounds.append((begin, i))
         begin = i
@@ -123,43 +126,99 @@ def _chunk(
     return Chunk(a, b, lo, hi, mask.to(device))
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, view: BlockView, layer: int) -> Tensor:
-    """Attention of every block: q [A*B, N, D], k and v [T + A*B, G, D] -> [A*B, N*D].
+def attend(q: Tensor, context: KeysValues, own: KeysValues, view: BlockView, layer: int) -> Tensor:
+    """Attention of every block: q [A*B, N, D], context keys, values [T, G, D], own ones [A*B, G, D] -> [A*B, N*D]."""
+    chunks = view.layers[layer]
+    if q.device.type == "cpu" and not torch.compiler.is_compiling():
+        return _CpuAttention.apply(q, *context, *own, view.block, chunks)
+    parts = []
+    for c in chunks:
+        queries, keys, values, mask = _gathered(q, context, own, view.block, c)
+        parts.append(_rows(F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask), q.shape[1]))
+    return torch.cat(parts).flatten(1)
 
-    Heads that share keys are laid out as more query rows, so keys are never repeated.
-    """
-    _, heads, width = q.shape
-    groups = k.shape[1]
-    shared, block, blocks_at = heads // groups, view.block, view.context
-    outs = []
-    for c in view.layers[layer]:
-        rows = slice(c.first * block, c.last * block)
-        own = slice(blocks_at + rows.start, blocks_at + rows.stop)
-        n = rows.stop - rows.start
-        queries = q[rows].view(n, groups, shared, width).permute(1, 2, 0, 3).reshape(1, groups, shared * n, width)
-        keys = torch.cat([k[c.lo : c.hi], k[own]]).transpose(0, 1)[None]
-        values = torch.cat([v[c.lo : c.hi], v[own]]).transpose(0, 1)[None]
-        mask = c.mask.repeat(shared, 1)
-        out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
-        outs.append(out.view(groups, shared, n, width).permute(2, 0, 1, 3).reshape(n, heads * width))
-    return torch.cat(outs)
+
+class _CpuAttention(torch.autograd.Function):
+    """The chunks through torch's CPU flash kernel, keeping q, k, v and one number per row instead of every chunk."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, ck: Tensor, cv: Tensor, k: Tensor, v: Tensor, block: int, chunks: tuple[Chunk, ...]
+    ) -> Tensor:
+        out, sums = torch.empty_like(q), []
+        for c in chunks:
+            queries, keys, values, mask = _gathered(q, (ck, cv), (k, v), block, c)
+            part, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                queries, keys, values, attn_mask=mask
+            )
+            out[c.slots(block)] = _rows(part, q.shape[1])
+            sums.append(log_sum)
+        ctx.save_for_backward(q, ck, cv, k, v, out, *sums)
+        ctx.block, ctx.chunks = block, chunks
+        return out.flatten(1)
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
+        q, ck, cv, k, v, out, *sums = ctx.saved_tensors
+        block, slope = ctx.block, slope.view(q.shape)
+        of_q, of_k, of_v = (torch.empty_like(x) for x in (q, k, v))
+        of_ck, of_cv = torch.zeros_like(ck), torch.zeros_like(cv)
+        for c, log_sum in zip(ctx.chunks, sums, strict=True):
+            rows, seen = c.slots(block), c.hi - c.lo
+            queries, keys, values, mask = _gathered(q, (ck, cv), (k, v), block, c)
+            part, part_slope = (_grouped(x[rows], k.shape[1]) for x in (out, slope))
+            by_q, by_k, by_v = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                part_slope, queries, keys, values, part, log_sum, 0.0, False, attn_mask=mask
+            )
+            of_q[rows] = _rows(by_q, q.shape[1])
+            for of_context, of_own, by in ((of_ck, of_k, by_k), (of_cv, of_v, by_v)):
+                by = by[0].transpose(0, 1)
+                of_context[c.lo : c.hi] += by[:seen]
+                of_own[rows] = by[seen:]
+        return of_q, of_ck, of_cv, of_k, of_v, None, None
+
+
+def _gathered(
+    q: Tensor, context: KeysValues, own: KeysValues, block: int, c: Chunk
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Queries [1, G, N/G * n, D], keys and values [1, G, keys, D] and mask [N/G * n, keys] of one chunk of n slots."""
+    rows, groups = c.slots(block), own[0].shape[1]
+    keys, values = (
+        torch.cat([seen[c.lo : c.hi], mine[rows]]).transpose(0, 1)[None]
+        for seen, mine in zip(context, own, strict=True)
+    )
+    return _grouped(q[rows], groups), keys, values, c.mask.repeat(q.shape[1] // groups, 1)
+
+
+def _grouped(x: Tensor, groups: int) -> Tensor:
+    """[n, N, D] as [1, G, N/G * n, D]: heads that share keys become more rows, so keys are never repeated."""
+    return x.unflatten(1, (groups, -1)).permute(1, 2, 0, 3).flatten(1, 2)[None]
+
+
+def _rows(x: Tensor, heads: int) -> Tensor:
+    """[1, G, N/G * n, D] back to [n, N, D]."""
+    return x[0].unflatten(1, (heads // x.shape[1], -1)).permute(2, 0, 1, 3).flatten(1, 2)
 
 
 def attend_dense(
-    q: Tensor, k: Tensor, v: Tensor, anchors: np.ndarray[Any, Any], starts: np.ndarray[Any, Any], spec: DrafterSpec,
+    q: Tensor,
+    context: KeysValues,
+    own: KeysValues,
+    anchors: np.ndarray[Any, Any],
+    starts: np.ndarray[Any, Any],
+    spec: DrafterSpec,
     layer: int,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """The definition, with a full [A*B, T + A*B] mask and a plain softmax: for tests. Same shapes as `attend`."""
-    blocks, size = len(anchors), spec.block_size
-    context = k.shape[0] - blocks * size
-    first, own = visible(anchors, starts, spec, layer)
-    sees = np.zeros((blocks * size, k.shape[0]), bool)
+    blocks, size, seen = len(anchors), spec.block_size, len(context[0])
+    first, inside = visible(anchors, starts, spec, layer)
+    sees = np.zeros((blocks * size, seen + blocks * size), bool)
     for a in range(blocks):
         for j in range(size):
             sees[a * size + j, first[a, j] : anchors[a]] = True
-            sees[a * size + j, context + a * size : context + (a + 1) * size] = own[j]
-    share = q.shape[1] // k.shape[1]
-    keys, values = (x.repeat_interleave(share, dim=1) for x in (k, v))
+            sees[a * size + j, seen + a * size : seen + (a + 1) * size] = inside[j]
+    share = q.shape[1] // own[0].shape[1]
+    keys, values = (torch.cat(x).repeat_interleave(share, dim=1) for x in zip(context, own, strict=True))
     scores = torch.einsum("qhd,khd->hqk", q, keys) / q.shape[2] ** 0.5
     scores = scores.masked_fill(~torch.from_numpy(sees).to(q.device), float("-inf"))
     return torch.einsum("hqk,khd->qhd", scores.softmax(-1), values).flatten(1)

@@ -14,12 +14,15 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from forebay.models.attention import BlockView, attend
+from forebay.models.attention import BlockView, KeysValues, attend
+from forebay.models.matmul import linear
+from forebay.models.pointwise import feed_forward, rms_norm
 from forebay.models.spec import DrafterSpec
 from forebay.models.vocabulary import kept_of, map_tensors, require_same
+
+Rope = tuple[Tensor, Tensor]  # cos and sin
 
 
 class Linear(nn.Module):
@@ -30,7 +33,7 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight.to(x.dtype))
+        return linear(x, self.weight)
 
 
 class RMSNorm(nn.Module):
@@ -40,7 +43,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+        return rms_norm(x, self.weight, self.eps)
 
 
 class Attention(nn.Module):
@@ -54,14 +57,15 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(spec.head_dim, spec.rms_eps)
         self.k_norm = RMSNorm(spec.head_dim, spec.rms_eps)
 
-    def forward(self, x: Tensor, context: Tensor, rope: tuple[Tensor, Tensor], view: BlockView, layer: int) -> Tensor:
-        """x [A*B, H] (normed slots), context [T, H] -> [A*B, H]. `rope` covers context rows, then slots."""
-        cos, sin = rope
-        rows = torch.cat([context, x])
-        q = rotate(self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim))), cos[-len(x) :], sin[-len(x) :])
-        k = rotate(self.k_norm(self.k_proj(rows).unflatten(-1, (-1, self.head_dim))), cos, sin)
-        v = self.v_proj(rows).unflatten(-1, (-1, self.head_dim))
-        return self.o_proj(attend(q, k, v, view, layer))
+    def keys_values(self, x: Tensor, rope: Rope) -> KeysValues:
+        """Keys and values [P, G, D] of rows x [P, H]: fused context features or normed slots, by the same weights."""
+        k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.k_proj, self.v_proj))
+        return rotate(self.k_norm(k), rope), v
+
+    def forward(self, x: Tensor, context: KeysValues, rope: Rope, view: BlockView, layer: int) -> Tensor:
+        """Normed slots x [A*B, H] -> [A*B, H]."""
+        q = rotate(self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim))), rope)
+        return self.o_proj(attend(q, context, self.keys_values(x, rope), view, layer))
 
 
 class FeedForward(nn.Module):
@@ -72,7 +76,7 @@ class FeedForward(nn.Module):
         self.down_proj = Linear(spec.intermediate_size, spec.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return feed_forward(x, self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight)
 
 
 class Layer(nn.Module):
@@ -83,7 +87,7 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_eps)
         self.mlp = FeedForward(spec)
 
-    def forward(self, x: Tensor, context: Tensor, rope: tuple[Tensor, Tensor], view: BlockView, layer: int) -> Tensor:
+    def forward(self, x: Tensor, context: KeysValues, rope: Rope, view: BlockView, layer: int) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), context, rope, view, layer)
         return x + self.mlp(self.post_attention_layernorm(x))
 
@@ -117,10 +121,15 @@ class Drafter(nn.Module):
         for name, tensor in tensors.items():
             getattr(self, name).copy_(tensor)
 
-    def forward(
+    def context(self, features: Tensor, positions: Tensor) -> list[KeysValues]:
+        """Keys and values of the context in every layer, once for all blocks: features [T, K*H], positions [T]."""
+        rope = rope_table(positions, self.spec, features.dtype)
+        fused = self.hidden_norm(self.fc(features))
+        return [layer.self_attn.keys_values(fused, rope) for layer in self.layers]
+
+    def blocks(
         self,
-        features: Tensor,
-        positions: Tensor,
+        context: list[KeysValues],
         anchor_positions: Tensor,
         anchor_embeds: Tensor,
         mask_embed: Tensor,
@@ -128,22 +137,20 @@ class Drafter(nn.Module):
     ) -> Tensor:
         """Hidden states of every slot, ready for the head: [A, B, H].
 
-        features [T, K*H], positions [T], anchor_positions [A], anchor_embeds [A, H] and mask_embed [H] (embedding scale
-        applied), view: what each block sees (`attention.block_view`).
+        anchor_positions [A], anchor_embeds [A, H] and mask_embed [H] (embedding scale applied, in the compute dtype);
+        view: what each block sees (`attention.block_view`).
         """
-        spec, dtype = self.spec, features.dtype
-        blocks = len(anchor_positions)
-        slot_positions = anchor_positions[:, None] + torch.arange(spec.block_size, device=positions.device)
-        rope = rope_table(torch.cat([positions, slot_positions.flatten()]), spec, dtype)
-        masks = mask_embed.to(dtype).expand(blocks, spec.block_size - 1, -1)
-        x = torch.cat([anchor_embeds.to(dtype)[:, None], masks], dim=1).flatten(0, 1)
-        context = self.hidden_norm(self.fc(features))
+        blocks, block = len(anchor_positions), self.spec.block_size
+        positions = anchor_positions[:, None] + torch.arange(block, device=anchor_positions.device)
+        rope = rope_table(positions.flatten(), self.spec, anchor_embeds.dtype)
+        masks = mask_embed.expand(blocks, block - 1, -1)
+        x = torch.cat([anchor_embeds[:, None], masks], dim=1).flatten(0, 1)
         for i, layer in enumerate(self.layers):
-            x = layer(x, context, rope, view, i)
-        return self.norm(x).unflatten(0, (blocks, spec.block_size))
+            x = layer(x, context[i], rope, view, i)
+        return self.norm(x).unflatten(0, (blocks, block))
 
 
-def rope_table(positions: Tensor, spec: DrafterSpec, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def rope_table(positions: Tensor, spec: DrafterSpec, dtype: torch.dtype) -> Rope:
     """cos and sin [P, 1, head_dim / 2] of the spec's rope at `positions` [P], computed in fp32 (fp64 for fp64)."""
     exact = torch.float64 if dtype == torch.float64 else torch.float32
     angles = positions.to(exact)[:, None] * rope_frequencies(spec).to(positions.device, exact)
@@ -167,7 +174,8 @@ def rope_frequencies(spec: DrafterSpec) -> Tensor:
     return plain
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x: Tensor, rope: Rope) -> Tensor:
     """Rotate channel i with channel i + D/2: x [P, heads, D], cos and sin [P, 1, D/2]."""
+    cos, sin = rope
     a, b = x.chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)

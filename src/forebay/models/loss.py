@@ -20,9 +20,13 @@ from torch import Tensor
 
 from forebay.config import LossConfig
 from forebay.errors import ContractError
+from forebay.models.matmul import fast, times_transposed
 
 #: Smoothing of D-PACE confidences when the configuration does not say.
 DPACE_ALPHA = 0.5
+
+#: Most bytes of one chunk's logits: larger ones fall out of the caches and out of the allocator's pools.
+CHUNK_BYTES = 8 * 2**20
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,7 @@ class FrozenHead:
 
     weight: Tensor  # [vocabulary, H] in the compute dtype
     rows: Tensor  # [V, H]: `weight`, or its kept rows
+    columns: Tensor  # [H, V]: the same; a copy laid out for the fast product where that pays, else a view
     kept: Tensor | None = None  # [V] token ids, rising
     row_of: Tensor | None = None  # [vocabulary] row of each token id, -1 where it was left out
     scale: float = 1.0
@@ -56,15 +61,16 @@ class FrozenHead:
         weight = weight.detach().to(dtype)
         bias = None if bias is None else bias.detach().to(dtype)
         if kept is None:
-            return cls(weight, weight, None, None, scale, softcap, norm, bias)
+            return cls(weight, weight, _columns(weight), None, None, scale, softcap, norm, bias)
         kept = kept.to(weight.device, torch.int64)
         row_of = torch.full((len(weight),), -1, dtype=torch.int64, device=weight.device)
         row_of[kept] = torch.arange(len(kept), device=weight.device)
-        return cls(weight, weight[kept].contiguous(), kept, row_of, scale, softcap, norm, bias)
+        rows = weight[kept].contiguous()
+        return cls(weight, rows, _columns(rows), kept, row_of, scale, softcap, norm, bias)
 
     def logits(self, hidden: Tensor, kept: bool = True) -> Tensor:
         """[C, H] -> [C, V] (`kept`) or [C, vocabulary], scaled and soft-capped as the target does."""
-        out = hidden @ (self.rows if kept else self.weight).T
+        out = times_transposed(hidden, self.rows if kept else self.weight)
         if self.bias is not None:
             out += self.bias if self.kept is None or not kept else self.bias[self.kept]
         if self.scale != 1.0:
@@ -72,6 +78,10 @@ class FrozenHead:
         if self.softcap is not None:
             out.div_(self.softcap).tanh_().mul_(self.softcap)
         return out
+
+
+def _columns(rows: Tensor) -> Tensor:
+    return rows.T.contiguous() if fast(rows) else rows.T
 
 
 @dataclass
@@ -144,6 +154,7 @@ class SlotLosses(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """hidden [S, H], labels [S] token ids, last [S, H] the target's last hidden state for each slot."""
         count = len(hidden)
+        chunk = min(chunk, max(16, CHUNK_BYTES // (4 * len(head.rows))))
         exact = torch.promote_types(hidden.dtype, torch.float32)
         losses, confidence = (torch.empty(count, dtype=exact, device=hidden.device) for _ in range(2))
         hits = torch.empty(count, dtype=torch.bool, device=hidden.device)
@@ -165,7 +176,7 @@ class SlotLosses(torch.autograd.Function):
             )
             if slopes is not None:
                 slope = slope if bent is None else slope.mul_(bent)
-                torch.mm(slope.to(hidden.dtype), head.rows, out=slopes[part])
+                slopes[part] = times_transposed(slope.to(hidden.dtype), head.columns)
         if slopes is not None:
             ctx.save_for_backward(slopes.mul_(head.scale) if head.scale != 1.0 else slopes)
         ctx.mark_non_differentiable(confidence, hits)
@@ -199,7 +210,8 @@ def _chunk_losses(
     top = logits.amax(-1)
     own = logits.gather(1, at)[:, 0]
     hit = (own == top) & (row >= 0)
-    q = torch.softmax(logits, -1)
+    # The logits are not read again unless a kl term needs them, so their memory is reused.
+    q = torch.softmax(logits, -1) if terms.kl else torch.softmax(logits, -1, out=logits)
     # The largest probability is at least 1/V, so this log is safe where log q[label] would not be.
     log_sum = top - q.amax(-1).log()
     ce = (log_sum - own) * inside

@@ -9,6 +9,7 @@ Called by `stages.train`, the guard and `bench.drafter`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,9 +17,12 @@ import torch
 from torch import Tensor
 
 from forebay.config import LossConfig
-from forebay.models.attention import block_view
+from forebay.models.attention import KeysValues, block_view
 from forebay.models.drafter import Drafter
 from forebay.models.loss import BlockSums, FrozenHead, block_loss
+
+#: Queries (anchors x block) that go forward and backward together on a CPU.
+CPU_QUERIES = 512
 
 Array = np.ndarray[Any, Any]
 
@@ -63,6 +67,43 @@ class Borrowed:
         return cls(target.embed_weight.detach(), head, facts.embed_scale)
 
 
+class _Item:
+    """An item's arrays on the device of its features, without its padding on a CPU."""
+
+    def __init__(self, drafter: Drafter, batch: Batch, features: Tensor, borrowed: Borrowed, dtype: torch.dtype):
+        self.drafter, self.batch, self.borrowed = drafter, batch, borrowed
+        self.device, self.dtype = features.device, dtype
+        bare = self.device.type == "cpu"
+        self.tokens = int(batch.doc_offsets[-1]) if bare else len(batch.tokens)
+        self.anchors = int(batch.n_anchors) if bare else len(batch.anchors)
+        self.slots = int(batch.n_slots) if bare else len(batch.slot_index)
+        self.features = features[: self.tokens].to(dtype)
+
+    def put(self, values: Array, kind: type = np.int64) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values, dtype=kind)).to(self.device, non_blocking=True)
+
+    def context(self) -> list[KeysValues]:
+        return self.drafter.context(self.features, self.put(self.batch.positions[: self.tokens]))
+
+    def states(self, context: list[KeysValues], part: slice) -> Tensor:
+        """Hidden states [anchors, B, H] of some anchors' blocks."""
+        spec, borrowed = self.drafter.spec, self.borrowed
+        anchors = self.batch.anchors[part].astype(np.int64)
+        view = block_view(anchors, self.batch.anchor_start[part].astype(np.int64), spec, self.dtype, self.device)
+        embeds = borrowed.embed[self.put(self.batch.tokens[anchors])].to(self.dtype)
+        mask = borrowed.embed[spec.mask_token_id].to(self.dtype)
+        if borrowed.embed_scale != 1.0:
+            embeds, mask = embeds * borrowed.embed_scale, mask * borrowed.embed_scale
+        return self.drafter.blocks(context, self.put(self.batch.positions[anchors]), embeds, mask, view)
+
+    def parts(self) -> list[slice]:
+        """Anchors taken at a time: all where shapes are fixed, few enough to bound memory on a CPU."""
+        size = max(1, CPU_QUERIES // self.drafter.spec.block_size) if self.device.type == "cpu" else self.anchors
+        count = -(-self.anchors // size)
+        bounds = np.linspace(0, self.anchors, count + 1).astype(int)
+        return [slice(a, b) for a, b in pairwise(bounds.tolist())]
+
+
 def slot_states(
     drafter: Drafter, batch: Batch, features: Tensor, borrowed: Borrowed, dtype: torch.dtype = torch.float32
 ) -> Tensor:
@@ -70,23 +111,8 @@ def slot_states(
 
     features [T, K*H] of the item's tokens, in any float dtype; computed in `dtype`.
     """
-    spec, device = drafter.spec, features.device
-    tokens, blocks = int(batch.doc_offsets[-1]), int(batch.n_anchors)
-    if device.type != "cpu":
-        tokens, blocks = len(batch.tokens), len(batch.anchors)
-    anchors = batch.anchors[:blocks].astype(np.int64)
-    view = block_view(anchors, batch.anchor_start[:blocks].astype(np.int64), tokens, spec, dtype, device)
-
-    def on_device(values: Array) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64)).to(device, non_blocking=True)
-
-    embeds = borrowed.embed[on_device(batch.tokens[anchors])].to(dtype)
-    mask = borrowed.embed[spec.mask_token_id].to(dtype)
-    if borrowed.embed_scale != 1.0:
-        embeds, mask = embeds * borrowed.embed_scale, mask * borrowed.embed_scale
-    positions = on_device(batch.positions[:tokens])
-    starts = on_device(batch.positions[anchors])
-    return drafter(features[:tokens].to(dtype), positions, starts, embeds, mask, view)
+    item = _Item(drafter, batch, features, borrowed, dtype)
+    return item.states(item.context(), slice(0, item.anchors))
 
 
 def micro_step(
@@ -105,29 +131,40 @@ def micro_step(
 
     `scale` is 1 / the window's weight sum. last_hidden [T, H]: the target's last states, before its final norm, for
     losses that need them (`loss.needs_last_hidden`).
+
+    The context's keys and values are computed once; blocks go forward and backward in parts, whose gradients on the
+    context are gathered and sent on at the end, so the memory held does not grow with the anchors of an item.
     """
+    sums = BlockSums.zeros(drafter.spec.block_size, features.device)
     if batch.n_slots == 0:
-        return BlockSums.zeros(drafter.spec.block_size, features.device)
-    device = features.device
-    slots = int(batch.n_slots) if device.type == "cpu" else len(batch.slot_index)
-
-    def on_device(values: Array, kind: type) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values[:slots], dtype=kind)).to(device, non_blocking=True)
-
-    last = None if last_hidden is None else last_hidden.index_select(0, on_device(batch.slot_source, np.int64))
+        return sums
+    item = _Item(drafter, batch, features, borrowed, dtype)
+    block = drafter.spec.block_size
     with torch.set_grad_enabled(backward):
-        hidden = slot_states(drafter, batch, features, borrowed, dtype)
-        total, sums = block_loss(
-            hidden,
-            on_device(batch.slot_index, np.int64),
-            on_device(batch.slot_label, np.int64),
-            on_device(batch.slot_weight, np.float32),
-            borrowed.head,
-            loss,
-            scale,
-            last,
-            drafter.spec.first_slot,
-        )
+        context = item.context()
+        shared = [(k.detach().requires_grad_(backward), v.detach().requires_grad_(backward)) for k, v in context]
+        for part in item.parts():
+            index = batch.slot_index[: item.slots]
+            own = np.flatnonzero((index >= part.start * block) & (index < part.stop * block))
+            if not len(own):
+                continue
+            last = None if last_hidden is None else last_hidden[item.put(batch.slot_source[own])]
+            total, more = block_loss(
+                item.states(shared, part),
+                item.put(index[own] - part.start * block),
+                item.put(batch.slot_label[own]),
+                item.put(batch.slot_weight[own], np.float32),
+                borrowed.head,
+                loss,
+                scale,
+                last,
+                drafter.spec.first_slot,
+            )
+            sums = sums + more
+            if backward:
+                total.backward()
         if backward:
-            total.backward()
+            used = [(x, leaf.grad) for pair, leaves in zip(context, shared, strict=True)
+                    for x, leaf in zip(pair, leaves, strict=True) if leaf.grad is not None]  # fmt: skip
+            torch.autograd.backward([x for x, _ in used], [grad for _, grad in used])
     return sums
