@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny import LAYER_IDS, tiny_target
 
 from forebay.models.checks import Packed, check_states, self_test
 from forebay.models.target import Target
+from tiny import LAYER_IDS, tiny_target
 
 pytestmark = [
     pytest.mark.gpu,
