@@ -24,7 +24,7 @@ from forebay.decode.evaluate import eos_ids, evaluate
 from forebay.decode.serve import Generation
 from forebay.decode.target_side import text_config
 from forebay.errors import ContractError
-from forebay.io.formats import read_drafter
+from forebay.io.drafters import find_drafter
 from forebay.io.formats.card import engine_commands
 from forebay.io.formats.zlab import write_zlab
 from forebay.models.facts import read_facts
@@ -111,11 +111,13 @@ def check_drafter(
 ) -> dict[str, Any]:
     """The whole check: contract, loop, peers. JSON-able; `ok` is False where text or peers differ.
 
-    `model`: the target in fp32. `target_folder` is where the peers find it (speculators reads its weights itself).
+    `folder`: an export, a checkpoint, or a run. `model`: the target in fp32. `target_folder` is where the peers find it
+    (speculators reads its weights itself).
     Raises what reading the folder and `check_contract` raise.
     """
-    stored = read_drafter(folder)
-    drafter = ServedDrafter.from_folder(folder)
+    found = find_drafter(folder, num_target_layers=text_config(model).num_hidden_layers)
+    stored = found.drafter
+    drafter = ServedDrafter.from_stored(stored, extras=found.extras)
     terms = check_contract(drafter.config, model, str(target_folder or "the target"))
     report, generations = evaluate(
         model, drafter, prompts, max_new_tokens=max_new_tokens, batch_size=batch_size, reference=True

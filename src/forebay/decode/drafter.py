@@ -22,7 +22,8 @@ from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from forebay.errors import ContractError
-from forebay.io.formats import read_drafter
+from forebay.io.drafters import find_drafter
+from forebay.io.formats import StoredDrafter, read_drafter
 from forebay.io.formats.zlab import zlab_config, zlab_tensors
 
 Head = Callable[[Tensor], Tensor]
@@ -97,11 +98,21 @@ class ServedDrafter:
     def from_folder(
         cls, folder: str | Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
     ) -> ServedDrafter:
-        """Read an exported z-lab folder, strictly. A speculators folder is read by its meaning, as a z-lab one."""
-        stored = read_drafter(folder)
+        """Read an exported folder, strictly."""
+        return cls.from_stored(read_drafter(folder), dtype, device)
+
+    @classmethod
+    def from_stored(
+        cls,
+        stored: StoredDrafter,
+        dtype: torch.dtype = torch.float32,
+        device: str | torch.device = "cpu",
+        extras: Mapping[str, Any] | None = None,
+    ) -> ServedDrafter:
+        """From a drafter that was read. One in another layout is read by its meaning, as the z-lab export of it."""
         tensors = zlab_tensors(stored.spec, stored.tensors, stored.vocabulary, stored.head)
-        config = stored.config if stored.format == "zlab" else zlab_config(stored.spec, stored.dflash)
-        return cls(config, tensors, dtype, device)
+        config = stored.config if stored.format == "zlab" else None
+        return cls(config or zlab_config(stored.spec, {**stored.dflash, **(extras or {})}), tensors, dtype, device)
 
     # -- forward -------------------------------------------------------------------------------------------------
 
@@ -192,6 +203,22 @@ class ServedDrafter:
             inside = slots[None, :] <= slots[:, None]
         allowed = torch.cat([before, inside.expand(len(visible), size, size)], -1)[:, None]
         return torch.zeros(allowed.shape, dtype=self.dtype, device=allowed.device).masked_fill(~allowed, -torch.inf)
+
+
+def load_drafter(
+    source: str | Path,
+    *,
+    step: str = "best",
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    num_target_layers: int | None = None,
+) -> ServedDrafter:
+    """A drafter ready to serve, from an exported folder of either layout, a checkpoint, or a run's checkpoint `step`.
+
+    `num_target_layers` is needed only for a speculators folder that does not say it.
+    """
+    found = find_drafter(source, step=step, num_target_layers=num_target_layers)
+    return ServedDrafter.from_stored(found.drafter, dtype, device, extras=found.extras)
 
 
 def _rotary(config: Mapping[str, Any], head_dim: int, device: torch.device) -> Qwen3RotaryEmbedding:

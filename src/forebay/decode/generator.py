@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
+from forebay.config import TargetConfig
 from forebay.decode.check import check_contract
-from forebay.decode.drafter import ServedDrafter
+from forebay.decode.drafter import ServedDrafter, load_drafter
 from forebay.decode.evaluate import eos_ids
 from forebay.decode.serve import Generation, Progress, serve
-from forebay.decode.target_side import TargetSide
+from forebay.decode.target_side import TargetSide, decoder_layers
 from forebay.errors import UsageError
+from forebay.models.load import load_model, load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -36,9 +39,27 @@ class Answer:
 class SpeculativeGenerator:
     """A target, its tokenizer and a drafter.
 
-    >>> generator = SpeculativeGenerator(model, tokenizer, ServedDrafter.from_folder("drafter"))
+    >>> generator = SpeculativeGenerator.from_folders("path/to/target", "path/to/drafter")
     >>> generator("Tell me a story.").text
     """
+
+    @classmethod
+    def from_folders(
+        cls,
+        target: str | Path,
+        drafter: str | Path,
+        *,
+        gguf_file: str | None = None,
+        dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+        device: str = "cpu",
+    ) -> SpeculativeGenerator:
+        """Load a Hugging Face target folder and a drafter (an exported folder, a checkpoint, or a run).
+
+        Raises what loading either raises, and ContractError where they do not belong together.
+        """
+        where = TargetConfig(model=str(target), gguf_file=gguf_file, dtype=dtype)
+        model = load_model(where, device)
+        return cls(model, load_tokenizer(where), load_drafter(drafter, num_target_layers=len(decoder_layers(model))))
 
     def __init__(self, model: Any, tokenizer: Any, drafter: ServedDrafter) -> None:
         """Raises ContractError where `drafter` does not belong to `model`."""
@@ -87,3 +108,6 @@ class SpeculativeGenerator:
             raise UsageError("the conversation is empty: give at least one message")
         encoded = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
         return list(encoded["input_ids"] if hasattr(encoded, "keys") else encoded)
+
+
+__all__ = ["Answer", "SpeculativeGenerator", "load_drafter"]

@@ -55,6 +55,8 @@ class Walk:
                 anchors=chosen,
                 anchor_start=np.zeros_like(chosen),
                 n_anchors=len(chosen),
+                slot_index=np.zeros(0, np.int32),  # no slot carries loss: this walk only drafts
+                n_slots=0,
             )
             hidden = slot_states(self.drafter, batch, features, self.borrowed, self.dtype)[:, spec.first_slot :]
             best = self.borrowed.head.logits(hidden.flatten(0, 1)).argmax(-1).view(hidden.shape[:2])
