@@ -278,6 +278,11 @@ class Coordinator:
             )
         return lost
 
+    @property
+    def hung(self) -> list[Lease]:
+        """Attempts that lost their lease and have not answered: their room is still charged."""
+        return list(self._hung.values())
+
     def upcoming(self, n: int) -> list[tuple[int, int]]:
         """The next n jobs (epoch, job) that will be leased, for prefetch."""
         out: list[tuple[int, int]] = []

@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from forebay.config import RunConfig
 from forebay.errors import ContractError, DataError
 from forebay.flow import mixing
 from forebay.flow.packing import pack
@@ -254,32 +253,6 @@ def choose_anchors_per_item(lengths: Ints, anchors: Ints, token_budget: int) -> 
         return 1
     ratio = int(anchors[used].sum()) / tokens
     return max(int(np.ceil(token_budget * ratio * 1.01)), int(anchors.max()))
-
-
-def plan_params(
-    config: RunConfig, lengths: Ints, anchors: Ints, item_bytes: int = 1, data_fingerprint: str = ""
-) -> PlanParams:
-    """The plan parameters of a run; what its configuration leaves null is chosen from the data."""
-    block = config.drafter.block_size
-    scored = block if config.drafter.sample_from_anchor else block - 1
-    budget = config.plan.token_budget
-    used = lengths[anchors > 0]
-    most = config.plan.anchors_per_item or choose_anchors_per_item(lengths, anchors, budget)
-    return PlanParams(
-        token_budget=budget,
-        anchors_per_item=most,
-        slots_per_item=config.plan.slots_per_item or most * scored,
-        scored_slots=scored,
-        bucket_edges=config.plan.bucket_edges or choose_edges(used, budget),
-        order=config.plan.order,
-        draw=config.buffer.draw,
-        window=config.optim.window,
-        min_fill=config.buffer.min_fill,
-        max_age=config.buffer.max_age,
-        item_bytes=item_bytes,
-        seed=config.seed,
-        data_fingerprint=data_fingerprint,
-    )
 
 
 def plan_epoch(lengths: Ints, anchors: Ints, params: PlanParams, epoch: int) -> EpochPlan:

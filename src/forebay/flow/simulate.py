@@ -85,7 +85,7 @@ class Load:
 class Outcome:
     """What a run did. The span is from the first draw to the end of input, when the last job was leased."""
 
-    order: list[tuple[int, int]] = field(default_factory=list)
+    windows: list[Window] = field(default_factory=list)
     committed: list[tuple[int, int]] = field(default_factory=list)
     seconds: float = 0.0
     span: tuple[float, float] = (0.0, 0.0)
@@ -93,6 +93,11 @@ class Outcome:
     busy_targets_s: float = 0.0
     busy_drafters_s: float = 0.0
     stats: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def order(self) -> list[tuple[int, int]]:
+        """(epoch, job) in the order of the draws."""
+        return [(window.epoch, job) for window in self.windows for job in window.jobs]
 
     @property
     def throughput(self) -> float:
@@ -221,7 +226,7 @@ class Simulation:
         if self.record.first_draw is None:
             self.record.first_draw = self.now
         self._busy_window = window
-        self.outcome.order += [(window.epoch, job) for job in window.jobs]
+        self.outcome.windows.append(window)
         self._left = sum(bool(part) for part in window.parts)
         for replica, part in enumerate(window.parts):
             if part:
