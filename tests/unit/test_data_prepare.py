@@ -204,9 +204,12 @@ def test_training_prompts_that_repeat_held_out_ones_are_counted(tmp_path, tokeni
     assert report["overlap"] == {"ngram": NGRAM, "train_rows": 1, "first": [1]}
 
 
-def test_duplicates_are_counted(tmp_path, tokenizer):
-    report = run(write_jsonl(tmp_path / "a.jsonl", [R0] * 4 + [talk(1)]), tmp_path / "s", tokenizer)
-    assert (report["kept"], report["duplicates"]) == (5, 3)
+@pytest.mark.parametrize("at_once", [2**22, 7])
+def test_duplicates_are_counted_however_many_passes_it_takes(tmp_path, tokenizer, monkeypatch, at_once):
+    monkeypatch.setattr(module, "ROWS_AT_ONCE", at_once)
+    rows = [R0] * 4 + [talk(i % 20) for i in range(30)]
+    report = run(write_jsonl(tmp_path / "a.jsonl", rows), tmp_path / "s", tokenizer, heldout_share=0.3)
+    assert (report["kept"], report["duplicates"]) == (34, 13)
 
 
 def test_a_store_is_used_again_only_if_everything_is_the_same(tmp_path, tokenizer):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 NGRAM = 13
+SLICE = 2**20
 
 
 def gram_hashes(tokens: np.ndarray) -> np.ndarray:
@@ -26,8 +27,12 @@ def gram_hashes(tokens: np.ndarray) -> np.ndarray:
 
 
 def overlapping(grams: np.ndarray, counts: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """bool [rows]: which rows have a gram in `other`. `counts` says how many of `grams` belong to each row."""
-    hits = np.isin(grams, other)
+    """bool [rows]: which rows have a gram in `other` (sorted). `counts` says how many of `grams` are each row's."""
     ends = np.cumsum(counts, dtype=np.int64)
-    total = np.concatenate([[0], np.cumsum(hits)])
-    return total[ends] > total[ends - counts]
+    hits_before = np.zeros(len(grams) + 1, np.int32)
+    for start in range(0, len(grams), SLICE):  # `grams` may be mapped from disk: keep little of it in memory
+        part = np.asarray(grams[start : start + SLICE])
+        found = np.searchsorted(other, part)
+        hits = (found < len(other)) & (other[np.minimum(found, len(other) - 1)] == part) if len(other) else found > 0
+        hits_before[start + 1 : start + 1 + len(part)] = np.cumsum(hits) + hits_before[start]
+    return hits_before[ends] > hits_before[ends - counts]

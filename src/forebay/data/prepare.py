@@ -39,6 +39,7 @@ from forebay.errors import DataError, UsageError
 CODE_VERSION = 1  # raise it when the same input would give other rows
 CHUNK_ROWS, CHUNK_BYTES = 256, 2**22
 SHARD_TOKENS = 2**24
+ROWS_AT_ONCE = 2**22  # content hashes compared at a time
 WORKER_BYTES = 2**25  # of input for each worker beyond the first: starting one costs seconds
 SPLITS = ("train", "heldout")
 
@@ -287,14 +288,31 @@ class _Run:
             self.report.add_split(name, rows.index)
 
     def compare_splits(self) -> dict[str, Any]:
-        """Duplicates, and training rows whose prompts overlap with held-out ones."""
-        parts = {name: writer.grams() for name, writer in self.writers.items()}
-        ids = np.concatenate([index["id"] for shards in parts.values() for index, _ in shards])
-        held = np.unique(np.concatenate([np.empty(0, np.uint64), *(grams for _, grams in parts["heldout"])]))
-        rows = [index["row"][overlapping(grams, index["grams"], held)] for index, grams in parts["train"]]
-        like = np.concatenate([np.empty(0, np.int64), *rows])
-        overlap = {"ngram": NGRAM, "train_rows": len(like), "first": like[:3].tolist()}
-        return {"duplicates": len(ids) - len(np.unique(ids)), "overlap": overlap}
+        """Duplicates, and training rows whose prompts overlap with held-out ones. One shard in memory at a time."""
+        held = np.unique(
+            np.concatenate([np.empty(0, np.uint64), *(grams for _, grams in self.writers["heldout"].grams())])
+        )
+        like, first = 0, []
+        for index, grams in self.writers["train"].grams():
+            rows = index["row"][overlapping(grams, index["grams"], held)]
+            like += len(rows)
+            first = (first + rows[:3].tolist())[:3]
+        return {"duplicates": self._duplicates(), "overlap": {"ngram": NGRAM, "train_rows": like, "first": first}}
+
+    def _duplicates(self) -> int:
+        """Rows whose content hash occurred before. Passes over a part of the hashes each bound the memory."""
+        parts = 1 + self.report.total("rows") // ROWS_AT_ONCE
+        count = 0
+        for part in range(parts):
+            seen = []
+            for writer in self.writers.values():
+                for index, _ in writer.grams():
+                    halves = np.ascontiguousarray(index["id"]).view(np.uint64).reshape(-1, 4)
+                    keys = halves[:, 0] ^ (halves[:, 1] * np.uint64(0x9E3779B97F4A7C15))
+                    seen.append(keys[keys % np.uint64(parts) == part])
+            keys = np.concatenate(seen)
+            count += len(keys) - len(np.unique(keys))
+        return count
 
     def abort(self) -> None:
         for writer in self.writers.values():

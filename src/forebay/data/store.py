@@ -16,6 +16,7 @@ import contextlib
 import hashlib
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -225,13 +226,12 @@ class StoreWriter:
             with contextlib.suppress(OSError):  # a full disk: what is buffered cannot be written, and is not needed
                 file.close()
 
-    def grams(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """(index, uint64 grams) of every closed shard."""
-        out = []
+    def grams(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """(index, uint64 grams) of every closed shard, mapped from disk one after the other."""
         for shard in self.shards:
             path = self.folder / f"{shard['name']}.grams"
-            out.append((np.load(self.folder / f"{shard['name']}.index.npy"), np.fromfile(path, np.uint64)))
-        return out
+            grams = np.memmap(path, np.uint64, "r") if path.stat().st_size else np.empty(0, np.uint64)
+            yield np.load(self.folder / f"{shard['name']}.index.npy", mmap_mode="r"), grams
 
     def finish(self, facts: dict[str, Any]) -> str:
         """Write the complete manifest, remove what was only needed while preparing, return the fingerprint."""
