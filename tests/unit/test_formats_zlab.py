@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from drafters import zlab_config, zlab_tensors
+from forebay.decode.drafter import ServedDrafter
 from forebay.errors import ContractError, UsageError
 from forebay.io.formats.folder import StoredDrafter
 from forebay.io.formats.zlab import read_zlab, write_zlab, zlab_spec
 from forebay.io.formats.zlab import zlab_config as written_config
+from forebay.models.drafter import rope_table
+from forebay.models.spec import drafter_rope
 
 GOLDEN_KEYS = sorted(
     ["fc.weight", "hidden_norm.weight", "norm.weight"]
@@ -276,3 +280,33 @@ def test_an_export_is_written_whole_and_never_over_something_else(tmp_path: Path
     with pytest.raises(ContractError, match="missing"):
         write_zlab(tmp_path / "broken", drafter)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["other", "out"]
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        {"rope_parameters": {"rope_theta": 1e7, "partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1]}},
+        {"rope_theta": 5e5, "rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 5e5,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
+    ],
+)
+def test_the_served_rope_is_the_trained_one_to_the_bit(tmp_path: Path, target: dict[str, Any]) -> None:
+    """C20: cos and sin of the drafter read back from disk equal training's; no field of the target's own remains."""
+    drafter = stored()
+    drafter.spec = replace(drafter.spec, rope=drafter_rope(target))
+    folder = write_zlab(tmp_path / "out", drafter)
+    assert "mrope" not in (folder / "config.json").read_text() and "partial" not in (folder / "config.json").read_text()
+    positions = torch.arange(0, 500)
+    cos, sin = rope_table(positions, drafter.spec, torch.float32)
+    served_cos, served_sin = ServedDrafter.from_folder(folder).rope(torch.zeros(1), positions[None])
+    half = drafter.spec.head_dim // 2
+    assert torch.equal(served_cos[0, :, :half], cos[:, 0]) and torch.equal(served_sin[0, :, :half], sin[:, 0])

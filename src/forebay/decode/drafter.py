@@ -83,8 +83,8 @@ class ServedDrafter:
         self._window: int | None = config.get("sliding_window")
         self._window_from: str = dflash.get("window_from", "query")
         self._sliding_causal = bool(dflash.get("sliding_causal", True))
-        self._rope = _rotary(config, self.head_dim, self.device)
-        self.theta = float(self._rope.config.rope_parameters["rope_theta"])
+        self.rope = _rotary(config, self.head_dim, self.device)
+        self.theta = float(self.rope.config.rope_parameters["rope_theta"])
         vocabulary = ("d2t", "t2d")
         self._weights = {
             key: tensor.to(device=self.device, dtype=dtype) for key, tensor in tensors.items() if key not in vocabulary
@@ -119,7 +119,7 @@ class ServedDrafter:
     def extend(self, context: Context, features: Tensor, positions: Tensor) -> None:
         """Add columns to the context: features `[N, c, K*Ht]` of the tokens at `positions` `[N, c]`."""
         fused = self._norm(F.linear(features.to(self.dtype), self._weights["fc.weight"]), "hidden_norm.weight")
-        cos, sin = self._rope(fused, positions)
+        cos, sin = self.rope(fused, positions)
         for layer in range(self.layers):
             keys, values = self._keys_values(layer, fused, cos, sin)
             context.keys[layer] = _joined(context.keys[layer], keys, 2)
@@ -132,7 +132,7 @@ class ServedDrafter:
         `visible` `[N, C]` (bool) says which context columns belong to the row's text before the block.
         """
         hidden = block.to(self.dtype)
-        cos, sin = self._rope(hidden, positions)
+        cos, sin = self.rope(hidden, positions)
         masks = {kind: self._mask(kind, positions, context, visible) for kind in set(self._types)}
         for layer, kind in enumerate(self._types):
             name = f"layers.{layer}."
