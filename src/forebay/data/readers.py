@@ -13,6 +13,7 @@ import glob
 import gzip
 import json
 import os
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,7 +94,7 @@ def read(files: list[Path]) -> Iterator[Record]:
     for number, path in enumerate(files):
         try:
             yield from _read_file(number, path)
-        except (OSError, EOFError) as error:
+        except (OSError, EOFError, zlib.error) as error:
             if getattr(error, "errno", None) in (12, 24):  # out of memory or of file handles: not the file's fault
                 raise
             yield Record(number, 0, Unreadable("unreadable_file", f"{type(error).__name__}: {error}"))
