@@ -161,6 +161,15 @@ def test_the_target_estimate_is_within_a_quarter_of_the_measured_peak(rows, long
     assert target_weight_bytes(shape, "float32", tied=False, layers=6) == pytest.approx(weights, rel=0.02)
 
 
+def test_the_estimate_knows_how_the_drafter_cuts_its_work():
+    from forebay.cost import memory
+    from forebay.models import attention, loss, step
+
+    assert memory.CPU_QUERIES == step.CPU_QUERIES
+    assert memory.CHUNK_QUERIES == attention.MAX_CHUNK_QUERIES
+    assert memory.CHUNK_BYTES == loss.CHUNK_BYTES
+
+
 def test_every_estimate_grows_with_every_dimension():
     """C90."""
     target = TargetShape.of(Target(tiny_target(), LAYER_IDS).facts, 5)

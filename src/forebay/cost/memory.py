@@ -9,13 +9,14 @@ Symbols: H hidden, K captured layers, T tokens of an item, A anchors, B block, S
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from forebay.cost.flops import DrafterShape, TargetShape, layer_parameters
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-CHUNK_ANCHORS = 16  # of the drafter's attention on CPU (models.attention)
+CPU_QUERIES = 512  # that models.step takes together on a CPU
+CHUNK_QUERIES = 96  # of models.attention
+CHUNK_BYTES = 8 * 2**20  # of models.loss
 
 
 def state_bytes(tokens: int, captured: int, hidden: int, dtype: str, last_hidden: bool = False) -> int:
@@ -82,26 +83,32 @@ def drafter_step_bytes(
     dtype: str,
     visible: float | None = None,
     chunk_slots: int = 256,
+    queries_at_once: int | None = CPU_QUERIES,
 ) -> int:
-    """Peak of one micro-step beyond masters, moments and the item: what backward needs, gradients, a head chunk."""
+    """Peak of one micro-step beyond masters, moments and the item: what backward needs, gradients, a head chunk.
+
+    visible: mean context that a block sees. queries_at_once: None where an item's blocks go in one part (a GPU).
+    """
     d = DTYPE_BYTES[dtype]
-    queries, hidden, inner = anchors * shape.block, shape.hidden, shape.intermediate
+    hidden, inner, layers = shape.hidden, shape.intermediate, shape.layers
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    chunks = math.ceil(anchors / CHUNK_ANCHORS)
-    seen = (tokens / 2 if visible is None else visible) + tokens / (2 * max(chunks, 1))
-    rows = (tokens + queries) * (hidden + 5 * kv)
-    copied = chunks * seen * 2 * kv + queries * 2 * kv
-    body = queries * (7 * q + 4 * hidden + 4 * inner)
-    masks = queries * (seen + min(anchors, CHUNK_ANCHORS) * shape.block) * shape.heads / shape.kv_heads
-    saved = shape.layers * (rows + copied + body + masks) + tokens * 2 * hidden + slots * 2 * hidden
-    casts = 0
-    if d < 4:  # weights in the compute dtype, norms in fp32, a chunk's logits in both
-        norms = queries * (2 * hidden + q) + (tokens + queries) * kv
-        casts = shape.parameters * d + 4 * (shape.layers * norms + tokens * hidden)
-        casts += min(chunk_slots, slots) * shape.vocab * 2 * d
-    chunk = min(chunk_slots, slots) * shape.vocab * (3 if slots > chunk_slots else 2) * 4
-    backward = queries * 3 * inner * d + shape.parameters * 4
-    return int(saved * d + casts + max(chunk, backward))
+    queries = anchors * shape.block
+    part = queries if queries_at_once is None else min(queries, max(queries_at_once, shape.block))
+    part_slots = slots * part / max(queries, 1)
+    # keys before and after their norm, values, and the gradients that the blocks leave on both
+    context = tokens * (2 * hidden + layers * 5 * kv + 4 * shape.head_dim)
+    body = part * (layers * (4 * hidden + 3 * q + 3 * kv + 2 * inner) + 3 * hidden + 4 * shape.head_dim)
+    together = min(part, CHUNK_QUERIES)
+    mask = part * ((tokens / 2 if visible is None else visible) + together)
+    rows = min(chunk_slots, part_slots, max(16, CHUNK_BYTES / (4 * shape.vocab)))
+    logits = rows * shape.vocab * (4 * (2 if rows < part_slots else 1) + (d if d < 4 else 0))
+    moments = (  # the widest of these, one after the other
+        2 * part_slots * hidden * d + logits,
+        part * (4 * inner + 2 * hidden) * d,
+        tokens * (together * shape.heads / shape.kv_heads + 6 * kv) * d,
+    )
+    casts = shape.parameters * d if d < 4 else 0
+    return int((context + body + mask) * d + max(moments) + casts + 4 * shape.parameters)
 
 
 def drafter_state_bytes(shape: DrafterShape) -> int:
@@ -132,6 +139,8 @@ def estimate_memory(
     chunk_slots: int = 256,
 ) -> MemoryEstimate:
     """Everything a run of one target and one drafter holds. shared_head: both roles use the same copy of the head."""
+    head = drafter.vocab * drafter.hidden * DTYPE_BYTES[drafter_dtype]
+    columns = head if drafter_dtype == "float32" else 0  # a transposed copy for the faster product (models.loss)
     return MemoryEstimate(
         target_weights=target_weight_bytes(target, target_dtype, tied=tied, layers=total_layers),
         target_forward=target_forward_bytes(target, max(1, tokens // longest), longest, target_dtype),
@@ -139,6 +148,6 @@ def estimate_memory(
         drafter_step=drafter_step_bytes(
             drafter, tokens=tokens, anchors=anchors, slots=slots, dtype=drafter_dtype, chunk_slots=chunk_slots
         ),
-        drafter_head=0 if shared_head else 2 * drafter.vocab * drafter.hidden * DTYPE_BYTES[drafter_dtype],
+        drafter_head=columns + (0 if shared_head else 2 * head),
         buffer=buffer_bytes,
     )
