@@ -234,6 +234,22 @@ def test_a_quantised_target_is_left_as_it_is_and_never_cast(monkeypatch, tmp_pat
         load_model(TargetConfig(model=str(tmp_path), dtype="bfloat16"))
 
 
+def test_faster_products_give_the_same_logits_and_keys_and_can_be_taken_back(tmp_path):
+    folder = save_tiny_target(tmp_path / "t0")
+    plain, loaded = tiny_target(), load_model(TargetConfig(model=str(folder), dtype="float32"))
+    assert type(loaded.lm_head) is load.FastLinear and loaded.state_dict().keys() == plain.state_dict().keys()
+    ids = torch.tensor([TEXTS[2]])
+    with torch.inference_mode():
+        expected = plain(ids).logits
+        torch.testing.assert_close(loaded(ids).logits, expected, rtol=1e-4, atol=1e-5)
+        with load.plain_products(loaded):
+            assert torch.equal(loaded(ids).logits, expected)
+    assert type(loaded.lm_head) is load.FastLinear
+    x = torch.ones(9, 32, requires_grad=True)
+    loaded.lm_head(x).sum().backward()  # a gradient in the input takes torch's own way
+    assert x.grad is not None
+
+
 def test_measuring_dtypes_leaves_the_model_as_it_was(monkeypatch):
     model = tiny_target()
     layers, weights = list(model.model.layers), [p.clone() for p in model.parameters()]

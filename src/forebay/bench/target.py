@@ -21,6 +21,7 @@ from forebay.config import TargetConfig
 from forebay.cost.flops import TargetShape, target_flops_per_token
 from forebay.errors import UsageError
 from forebay.models.checks import Packed
+from forebay.models.load import plain_products
 from forebay.models.target import Target
 
 
@@ -116,7 +117,8 @@ def padded_batches(job: Packed, device: torch.device) -> list[tuple[torch.Tensor
 @torch.inference_mode()
 def plain_forward(target: Target, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """What a script without Forebay does: every layer's states, concatenated where wanted, and logits."""
-    result = target.model(input_ids=ids, attention_mask=mask, output_hidden_states=True, use_cache=False)
+    with plain_products(target.model):
+        result = target.model(input_ids=ids, attention_mask=mask, output_hidden_states=True, use_cache=False)
     return torch.cat([result.hidden_states[i + 1] for i in target.layer_ids], dim=-1)
 
 

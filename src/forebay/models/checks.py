@@ -17,6 +17,7 @@ import torch
 
 from forebay.errors import TargetError
 from forebay.models.facts import probe_ids
+from forebay.models.load import plain_products
 from forebay.models.target import Rows, Target
 
 MIN_COSINE = 0.99
@@ -164,7 +165,8 @@ def _plain_states(target: Target, prompt: Sequence[int]) -> torch.Tensor:
     hook = target.final_norm.register_forward_pre_hook(lambda module, args: before_norm.append(args[0]))
     try:
         ids = torch.tensor([list(prompt)], device=target.device)
-        states = target.model(input_ids=ids, output_hidden_states=True, use_cache=False).hidden_states
+        with plain_products(target.model):
+            states = target.model(input_ids=ids, output_hidden_states=True, use_cache=False).hidden_states
     finally:
         hook.remove()
     last = target.facts.num_layers - 1

@@ -2,8 +2,8 @@
 
 Guarantees: what cannot be loaded is one clear message with the fix; weights absent from the files are an error (never
 random numbers); a cast touches parameters only, so that rotary frequencies stay fp32; `dtype: auto` is decided by a
-short measurement on this machine. Does not capture anything (models.target) and downloads nothing.
-Called by `models.target`, `data.prepare` (tokenizer) and `decode`.
+short measurement on this machine; fp32 products on a CPU use the faster library. Does not capture anything
+(models.target) and downloads nothing. Called by `models.target`, `data.prepare` (tokenizer), `decode` and `api`.
 """
 
 from __future__ import annotations
@@ -22,14 +22,45 @@ from torch import nn
 
 from forebay.config import TargetConfig
 from forebay.errors import TargetError, UsageError
+from forebay.models.matmul import fast
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+FAST_ROWS = 8  # fewer rows are not worth oneDNN's call
 MEASURE_TOKENS = 128
 MEASURE_S = 0.4  # per dtype
 
 
 class Stop(Exception):
     """Raised by a hook when the forward has produced all that is wanted. Never leaves this package."""
+
+
+class FastLinear(nn.Linear):
+    """nn.Linear whose fp32 products on a CPU go through oneDNN where that is faster (models.matmul)."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if fast(x) and x.numel() >= FAST_ROWS * x.shape[-1] and not (torch.is_grad_enabled() and x.requires_grad):
+            return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        return super().forward(x)
+
+
+def use_fast_products(model: nn.Module) -> None:
+    """Make the model's plain linear layers `FastLinear`; same weights, same keys."""
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            module.__class__ = FastLinear
+
+
+@contextmanager
+def plain_products(model: nn.Module) -> Iterator[None]:
+    """Inside, the model computes as transformers loaded it: the reference of self-test and benchmark."""
+    changed = [module for module in model.modules() if type(module) is FastLinear]
+    for module in changed:
+        module.__class__ = nn.Linear
+    try:
+        yield
+    finally:
+        for module in changed:
+            module.__class__ = FastLinear
 
 
 def locate(config: TargetConfig) -> tuple[Path, str | None]:
@@ -118,6 +149,8 @@ def load_model(config: TargetConfig, device: str | torch.device = "cpu") -> Any:
         if config.dtype != "auto":
             raise UsageError(f"{folder} is quantised and cannot be cast: remove target.dtype={config.dtype}")
         return model.to(device)
+    if torch.device(device).type == "cpu":
+        use_fast_products(model)
     cast(model, DTYPES[config.dtype] if config.dtype != "auto" else auto_dtype(model, device))
     return model.to(device)
 
