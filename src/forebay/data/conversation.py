@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -101,8 +102,7 @@ def conversation_of(row: dict[str, Any], *, text_separator: str | None = None) -
         return tools
     notes = ["turns_after_the_last_answer_cut"] if last < len(messages) else []
     conversation = Conversation(messages[:last], tools, notes=notes)
-    reason = row.get("finish_reason")
-    conversation.finish_reason = reason if isinstance(reason, str) and last == len(messages) else None
+    conversation.finish_reason = _finish_reason(row) if last == len(messages) else None
     made = row.get("regenerated")
     made = made.get("by") if isinstance(made, dict) else None
     if isinstance(made, dict) and isinstance(made.get("template_kwargs"), dict):
@@ -243,8 +243,14 @@ def _ready_text(row: dict[str, Any], separator: str | None) -> Conversation | Dr
     start = at + len(separator)
     if not text[start:].strip():
         return Drop("empty_assistant", "nothing follows the separator")
+    return Conversation([], finish_reason=_finish_reason(row), text=text, text_start=start)
+
+
+def _finish_reason(row: dict[str, Any]) -> str | None:
     reason = row.get("finish_reason")
-    return Conversation([], finish_reason=reason if isinstance(reason, str) else None, text=text, text_start=start)
+    if reason is None or (isinstance(reason, str) and re.fullmatch(r"\w{1,24}", reason, re.ASCII)):
+        return reason
+    return "other"
 
 
 def _decoded(text: str) -> Any:

@@ -109,7 +109,8 @@ class Encoder:
             np.array(index, INDEX),
             _joined(out_grams, np.uint64),
         )
-        return Encoded(rows, np.array(splits), len(records), sorted(drops), notes, preview)
+        named = [(*drop[:4], _printable(drop[4])) for drop in sorted(drops)]
+        return Encoded(rows, np.array(splits), len(records), named, notes, preview)
 
     def _render(self, record: Record) -> tuple[Conversation, list[Rendered]] | Drop:
         row = parse(record.payload)
@@ -202,6 +203,11 @@ class Encoder:
 
 def _joined(parts: list[np.ndarray], kind: Any) -> np.ndarray:
     return np.concatenate(parts).astype(kind, copy=False) if parts else np.empty(0, kind)
+
+
+def _printable(text: str) -> str:
+    """A detail quotes the row, which may hold anything; some of it cannot be written as UTF-8."""
+    return text[:300].encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _squeezed(text: str) -> str:

@@ -207,6 +207,7 @@ def _table(number: int, path: Path, batches: Any) -> Iterator[Record]:
     row = 0
     try:
         for done, batch in batches(path):
+            batch.validate(full=True)  # offsets in a damaged file point anywhere, and reading by them ends the process
             for value in batch.to_pylist():
                 row += 1
                 yield Record(number, row, value, done)
