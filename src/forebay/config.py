@@ -245,6 +245,18 @@ class CheckpointConfig(Section):
     background: bool = Field(True, description="write in a thread while training goes on")
 
 
+#: Where a kind of fault strikes: the first is meant where `where` is not given.
+FAULT_PLACES = {
+    "nan": ("extract", "train"),
+    "zeros": ("extract",),
+    "swap": ("extract",),
+    "repeat": ("extract",),
+    "short": ("extract",),
+    "disk_full": ("checkpoint",),
+    "truncate_shard": ("prefetch",),
+}
+
+
 class Fault(Section):
     """One planted fault, for tests and for trying what the run does. See docs/operations.md."""
 
@@ -262,11 +274,27 @@ class Fault(Section):
         "sigterm",
         "sigkill",
     ]
-    where: Literal["extract", "train", "checkpoint", "prefetch", "eval"] = "extract"
-    job: int | None = Field(None, description="the job it hits; null: any")
-    step: int | None = Field(None, description="the optimizer step it hits; null: any")
-    times: int = Field(1, description="how often (-1: always)")
+    where: Literal["extract", "train", "checkpoint", "prefetch", "eval"] | None = Field(
+        None, description="null: the first place where the kind can strike"
+    )
+    step: int | None = Field(None, description="how many optimizer steps have been taken when it strikes; null: any")
+    epoch: int | None = Field(None, description="the epoch of the job it strikes; null: any")
+    job: int | None = Field(None, description="the job it strikes; null: any")
+    worker: int | None = Field(None, description="the target it strikes; null: any")
+    file: str | None = Field(None, description="the file of a checkpoint before which it strikes; null: the first")
+    times: int = Field(1, ge=-1, description="how often, over all lives of the run (-1: always)")
     seconds: float = Field(1.0, ge=0, description="length of a hang")
+
+    @model_validator(mode="after")
+    def _check(self) -> Fault:
+        places = FAULT_PLACES.get(self.kind)
+        if self.where is not None and places is not None and self.where not in places:
+            raise ValueError(f"a fault of kind '{self.kind}' strikes in {' or '.join(places)}, not in {self.where}")
+        return self
+
+    @property
+    def place(self) -> str:
+        return self.where or FAULT_PLACES.get(self.kind, ("extract",))[0]
 
 
 class RunConfig(Section):

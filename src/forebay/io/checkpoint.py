@@ -3,11 +3,13 @@
 Guarantees: files are written under a temporary name, fsynced, the directory renamed, its DONE marker written last; a
 kill at any instant leaves the previous checkpoint loadable. Tensors are safetensors, the rest JSON: nothing is
 unpickled on load. `keep_last` newest and the best (by held-out accept length, never by loss) are kept. With
-`background` the snapshot is taken at the step boundary and written by a thread while training goes on, at most one in
-flight; its error is raised at the next save or at `finish`. Called by `api` and the training loop's hooks.
+`background` a thread writes while training goes on, at most one checkpoint at a time; tensors are the snapshot's own
+copies and the rest is JSON text before `save` returns, so that what is written is the step boundary. Its error is
+raised at the next `save`, `check` or `finish`. Called by `api` and the training loop's hooks.
 
 Layout of `step-00000123/`: `drafter.safetensors` (fp32 masters, zlab names), `optimizer.safetensors`
-(`exp_avg.NAME`, `exp_avg_sq.NAME`), `state.json` (step, flow, metrics, ...), `contract.json`, `DONE`.
+(`exp_avg.NAME`, `exp_avg_sq.NAME`), `state.json` (step, flow, metrics, ...), `contract.json`, `DONE` (step and accept
+length). `best.json` beside them is for readers; the best is found from the markers.
 """
 
 from __future__ import annotations
@@ -112,6 +114,7 @@ class Checkpoints:
         self._report, self._before_file = report, before_file
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self.writing: int | None = None  # the step whose checkpoint is being written
         self.best: tuple[int, float] | None = None  # (step, held-out accept length)
 
     # -- writing -----------------------------------------------------------------------------------------------------
@@ -122,28 +125,44 @@ class Checkpoints:
         self.folder.mkdir(parents=True, exist_ok=True)
         if accept_length is not None and (self.best is None or accept_length > self.best[1]):
             self.best = (snapshot.step, accept_length)
+        texts = {
+            "state.json": json.dumps(snapshot.state),
+            "contract.json": json.dumps(snapshot.contract, indent=1),
+            MARKER: json.dumps({"step": snapshot.step, "accept_length": accept_length}) + "\n",
+        }
+        self.writing = snapshot.step
         if not self._background:
-            self._write(snapshot)
+            self._write(snapshot, texts)
             return
-        self._thread = threading.Thread(target=self._write_kept, args=(snapshot,), name="checkpoint", daemon=True)
+        self._thread = threading.Thread(target=self._write_kept, args=(snapshot, texts), name="checkpoint", daemon=True)
         self._thread.start()
+
+    def check(self) -> None:
+        """Raise the error of the background save, if it has failed by now."""
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
 
     def finish(self) -> None:
         """Wait for the save in flight; raise its error."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
+        self.check()
 
-    def _write_kept(self, snapshot: Snapshot) -> None:
+    def _write_kept(self, snapshot: Snapshot, texts: dict[str, str]) -> None:
         try:
-            self._write(snapshot)
-        except Exception as error:  # noqa: BLE001 - raised again by finish(), in the training thread
+            self._write(snapshot, texts)
+        except Exception as error:  # noqa: BLE001 - raised again by check(), in the training thread
             self._error = error
 
-    def _write(self, snapshot: Snapshot) -> None:
+    def _write(self, snapshot: Snapshot, texts: dict[str, str]) -> None:
+        try:
+            self._write_files(snapshot, texts)
+        finally:
+            self.writing = None
+
+    def _write_files(self, snapshot: Snapshot, texts: dict[str, str]) -> None:
         name = f"step-{snapshot.step:08d}"
         temporary = self.folder / f".tmp-{name}"
         final = self.folder / name
@@ -157,8 +176,8 @@ class Checkpoints:
             self._before_file("optimizer.safetensors")
             _save_tensors(snapshot.optimizer, temporary / "optimizer.safetensors")
             self._before_file("state.json")
-            write_text(temporary / "state.json", json.dumps(snapshot.state))
-            write_text(temporary / "contract.json", json.dumps(snapshot.contract, indent=1))
+            write_text(temporary / "state.json", texts["state.json"])
+            write_text(temporary / "contract.json", texts["contract.json"])
             _sync_directory(temporary)
             if final.exists():  # left unfinished by a kill between the rename and the marker
                 shutil.rmtree(final)
@@ -166,7 +185,7 @@ class Checkpoints:
             os.rename(temporary, final)
             _sync_directory(self.folder)
             self._before_file(MARKER)
-            write_text(final / MARKER, f"{snapshot.step}\n")
+            write_text(final / MARKER, texts[MARKER])
         except OSError as error:
             shutil.rmtree(temporary, ignore_errors=True)
             if error.errno in (28, 122):  # ENOSPC, EDQUOT
@@ -208,10 +227,12 @@ class Checkpoints:
         for path in sorted([*self.folder.glob("step-*"), *self.folder.glob(".tmp-step-*")]):
             if not (path / MARKER).exists():
                 self._report(f"ignoring the unfinished checkpoint {path.name}")
-        best = self.folder / "best.json"
-        if best.is_file():
-            saved = json.loads(best.read_text(encoding="utf-8"))
-            self.best = (int(saved["step"]), float(saved["accept_length"]))
+        self.best = None
+        for path in whole:
+            done = json.loads((path / MARKER).read_text(encoding="utf-8"))
+            accept_length = done["accept_length"]
+            if accept_length is not None and (self.best is None or accept_length > self.best[1]):
+                self.best = (int(done["step"]), float(accept_length))
         return whole[-1] if whole else None
 
 

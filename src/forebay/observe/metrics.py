@@ -1,27 +1,32 @@
 """Metrics of a run: one JSON object a line in `metrics.jsonl`, and TensorBoard where asked for and installed.
 
-Guarantees: every line carries its kind (`step`, `eval`, `note`), the optimizer step and seconds since the start; a
-line is written whole or not at all (a cut last line from a kill is mended when the run resumes). Called by
+Guarantees: every line carries its kind (`step`, `eval`, `note`), the optimizer step and seconds since the start. The
+file is the history of the weights: a resumed run cuts it to the size it had at the checkpoint, so that no step is in it
+twice; what is cut (steps that are taken again, notes of failures) goes to the end of `metrics-cut.jsonl`. Called by
 `runtime.training`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
 from pathlib import Path
 from typing import Any
 
+from forebay.errors import ForebayError
+
 
 class MetricsLog:
     """Appends metric lines to one file."""
 
-    def __init__(self, path: str | os.PathLike[str], tensorboard: bool = False) -> None:
+    def __init__(self, path: str | os.PathLike[str], tensorboard: bool = False, size: int = 0) -> None:
+        """`size`: what the file had (`self.size`) when the checkpoint that the run goes on from was taken."""
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.exists():
-            self._mend()
+            self._cut(size)
         self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
         self._start = time.monotonic()
         self._board: Any = None
@@ -36,23 +41,37 @@ class MetricsLog:
                 ) from None
             self._board = SummaryWriter(str(self.path.parent / "tensorboard"))
 
-    def _mend(self) -> None:
-        data = self.path.read_bytes()
-        if data and not data.endswith(b"\n"):
-            with open(self.path, "r+b") as file:
-                file.truncate(data.rfind(b"\n") + 1)
+    def _cut(self, size: int) -> None:
+        with open(self.path, "r+b") as file:
+            file.seek(size)
+            rest = file.read()
+            whole = rest[: rest.rfind(b"\n") + 1]  # a kill may have left half a line
+            if whole:
+                with open(self.path.with_name("metrics-cut.jsonl"), "ab") as cut:
+                    cut.write(whole)
+            if rest:
+                file.truncate(size)
+
+    @property
+    def size(self) -> int:
+        """Bytes written so far."""
+        return os.fstat(self._file.fileno()).st_size
 
     def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
         line = {"kind": kind, "step": step, "t": round(time.monotonic() - self._start, 3), **values}
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(line) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise ForebayError(f"{self.path} cannot be written ({error.strerror}): free space and resume") from None
         if self._board is not None:
             for name, value in values.items():
                 if isinstance(value, int | float):
                     self._board.add_scalar(f"{kind}/{name}", value, step)
 
     def close(self) -> None:
-        self._file.close()
+        with contextlib.suppress(OSError):  # a full disk: what is buffered belongs to a step that is taken again
+            self._file.close()
         if self._board is not None:
             self._board.close()
 

@@ -6,6 +6,7 @@ refused here, with both numbers and the fix; nothing is loaded beyond a tokenize
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import numpy as np
 
 from forebay.config import RunConfig
 from forebay.data.pack import ItemShape, anchor_counts, host_bytes
-from forebay.data.store import TokenStore
+from forebay.data.store import TokenStore, damage
 from forebay.errors import ConfigError, DataError
 from forebay.flow.admission import check_budget
 from forebay.flow.plan import EpochPlan, PlanParams, choose_anchors_per_item, choose_edges, plan_epoch
@@ -79,6 +80,14 @@ class Preparation:
             data_fingerprint=train.fingerprint,
         )
         return cls(config, train, heldout, anchors, shape, params)
+
+    def check_intact(self, rows: Sequence[int]) -> None:
+        """Raise DataError where a shard that holds `rows` was cut since it was opened: reading it would be a SIGBUS."""
+        shards = self.train.manifest["shards"]
+        ends = np.cumsum([shard["rows"] for shard in shards])
+        for number in np.unique(np.searchsorted(ends, rows, side="right")):
+            for problem in damage(self.train.folder, [shards[number]], verify=False):
+                raise DataError(f"{self.train.folder} was damaged while the run read it: {problem}")
 
     def plan(self, epoch: int) -> EpochPlan:
         """The jobs of one epoch."""

@@ -33,6 +33,7 @@ class FlowShell:
     ) -> None:
         self._coordinator = coordinator
         self._prefetch_jobs = coordinator.settings.prefetch_jobs
+        self.lease_s = coordinator.settings.lease_s
         self._discard = on_discard
         self._changed = threading.Condition()
         self._items: dict[Key, Any] = {}
@@ -121,13 +122,14 @@ class FlowShell:
         """Hand over a job's item. False: the answer came too late (another attempt owns the job) and was dropped."""
         with self._changed:
             if self.cause is not None:
+                self._discard(item)
                 raise Stopped
             accepted = self._coordinator.put(lease)
             if accepted:
                 self._items[lease.epoch, lease.job] = item
+            else:
+                self._discard(item)  # before the lock is free: a refused answer's room may be leased at once
             self._moved()
-        if not accepted:
-            self._discard(item)
         return accepted
 
     def job_failed(self, lease: Lease, error: BaseException) -> None:
@@ -163,6 +165,11 @@ class FlowShell:
                 self._adopt_failure()
                 self._moved()
         return lost
+
+    def hung(self) -> list[Lease]:
+        """Attempts that were silent past their lease and have not answered yet."""
+        with self._changed:
+            return self._coordinator.hung
 
     # -- drafters --------------------------------------------------------------------------------------------------
 
@@ -233,6 +240,9 @@ class FlowShell:
             self._items.clear()
             self._batches.clear()
             return items
+
+    def failed(self) -> bool:
+        return self.cause is not None
 
     @property
     def stopping(self) -> bool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -45,10 +44,11 @@ from forebay.models.step import Borrowed
 from forebay.models.target import Target
 from forebay.models.vocabulary import draft_vocabulary, shortlist
 from forebay.models.walk import Walk
-from forebay.observe.clock import Clocks
+from forebay.observe.clock import Clocks, WorkerClock
 from forebay.observe.console import Steps, say
 from forebay.observe.metrics import MetricsLog
-from forebay.runtime.local import Watchdog, run_local
+from forebay.runtime.faults import Faults
+from forebay.runtime.local import Watchdog, run_local, signals
 from forebay.runtime.preparation import Preparation
 from forebay.runtime.shell import FlowShell
 from forebay.runtime.turn import Turn
@@ -56,6 +56,7 @@ from forebay.stages.item import Item, SlotPool
 from forebay.stages.train import DrafterReplica, DrafterStep, Outcome, train_loop
 
 STATUS_S = 2.0
+OWN_WAITS = ("turn", "checkpoint")  # a drafter's waits that are not for data
 
 
 class TrainingRun:
@@ -78,14 +79,20 @@ class TrainingRun:
             keep_last=config.checkpoint.keep_last,
             background=config.checkpoint.background,
             report=self.say,
+            before_file=lambda name: self.faults.at("checkpoint", step=self.checkpoints.writing, file=name),
         )
+        self.faults = Faults(config.faults, self.folder, lambda: self.step.taken)
+        self.clocks = Clocks()
+        self.clock = self.clocks.worker("drafter", "drafter 0")
+        self._status_at = 0.0
+        self.doing = "starting"  # shown by `forebay status`
         saved = self._saved(resume)
         self._load_target()
         self._prepare()
         self._build_drafter(saved)
         if saved is not None:
             checkpoint.check_contract(saved.contract, self.contract, allow_change)
-        self._write_folder()
+        self._write_folder(saved)
         self._build_flow(saved)
 
     # -- assembling --------------------------------------------------------------------------------------------------
@@ -112,7 +119,6 @@ class TrainingRun:
         self.cores = torch.get_num_threads()
         self.targets = [Target.load(self.config.target, device) for device in runtime.targets]
         self.target = self.targets[0]
-        self.in_use = [threading.Lock() for _ in self.targets]
         if self.config.target.self_test:
             cosine = min(self_test(self.target).values())
             self.say(f"target {self.target.facts.name}: {self.target.dtype}, self-test cosine {cosine:.4f}")
@@ -130,7 +136,7 @@ class TrainingRun:
     def _prepare(self) -> None:
         facts = self.target.facts
         self.prepared = Preparation.of(
-            self.config,
+            self.faults.store(self.config),
             feature_width=self.target.feature_width,
             hidden_size=facts.hidden_size,
             state_bytes=self.target.dtype.itemsize,
@@ -232,11 +238,12 @@ class TrainingRun:
         out.update({f"plan.{k}": v for k, v in self.prepared.params.as_dict().items() if k != "item_bytes"})
         return out
 
-    def _write_folder(self) -> None:
+    def _write_folder(self, saved: Snapshot | None) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         write_text(self.folder / "config.yaml", configuration.dump(self.config))
         self.plans = self.prepared.stored_plans(self.folder / "plans")
-        self.log = MetricsLog(self.folder / "metrics.jsonl")
+        size = saved.state["metrics_bytes"] if saved is not None else 0
+        self.log = MetricsLog(self.folder / "metrics.jsonl", size=size)
 
     def _build_flow(self, saved: Snapshot | None) -> None:
         config = self.config
@@ -268,19 +275,19 @@ class TrainingRun:
             self.coordinator,
             on_discard=lambda item: self.pool.release(item.slot),
         )
-        self.clocks = Clocks()
         same = config.runtime.targets == config.runtime.drafters
         self.alternate = config.runtime.device_sharing != "split" and same and len(self.targets) == 1
-        self.turn = Turn(shared=self.alternate)
+        self.turn = Turn(self.alternate, self.shell.failed)
+        self.in_use = [Turn(True, self.shell.failed) for _ in self.targets]
 
     # -- the stages' work --------------------------------------------------------------------------------------------
 
     def _prepare_job(self, key: tuple[int, int]) -> HostBatch:
-        epoch, job = key
-        config = self.config
+        config, job = self.config, self.plans[key[0]].job(key[1])
+        self.prepared.check_intact(job.rows)
         return pack_item(
             self.prepared.train,
-            self.plans[epoch].job(job),
+            job,
             self.prepared.shape,
             seed=config.seed,
             anchor_rate=config.plan.anchor_rate,
@@ -290,13 +297,15 @@ class TrainingRun:
 
     def _extract(self, number: int) -> Any:
         target, previous = self.targets[number], None
+        capture = self.faults.capture(target.capture, number) if self.faults else target.capture
+        unseen = WorkerClock("target", f"target {number}")  # its wait for an evaluation counts as busy
 
         def compute(batch: HostBatch) -> Item:
             nonlocal previous
             slot = self.pool.acquire()
             try:
-                with self.in_use[number]:
-                    echo = target.capture(batch, slot.features, slot.last_hidden)
+                with self.in_use[number](unseen):
+                    echo = capture(batch, slot.features, slot.last_hidden)
                 name = f"epoch {batch.job.epoch} job {batch.job.id}"
                 previous = check_states(
                     batch, slot.features, echo, width=target.feature_width, previous=previous, name=name
@@ -317,60 +326,83 @@ class TrainingRun:
 
     def run(self) -> dict[str, Any]:
         """Train until every job is committed or a stop is asked for; checkpoint; evaluate; export; summarise."""
-        config = self.config
-        resume_with = f"forebay train --resume {self.folder}"
+        resume_with = f"resume with: forebay train --resume {self.folder}"
         watchdog = Watchdog(
             self.shell,
             self.clocks,
-            stall_s=config.runtime.stall_s,
+            stall_s=self.config.runtime.stall_s,
             say=self.say,
             stacks=self.folder / "stacks.txt",
             status=self._status,
         )
-        clock = self.clocks.worker("drafter", "drafter 0")
-        self._status_at = 0.0
-        threads = self.cores if self.alternate else max(1, self.cores // 2)
-        done = self.step.taken
-        try:
-            if config.eval.at_start and not self.evals:
-                self._evaluate("start")
-            self.clocks.started = time.monotonic()
-            with Steps("train", self.total_steps, done, quiet=self.quiet) as self.bar:
-
-                def train() -> None:
-                    torch.set_num_threads(threads)
-                    train_loop(self.shell, self.step, self.turn, clock, self._release, self._after_step)
-                    if self.coordinator.closed and not self.shell.stopping:
-                        self._evaluate("end")
-                    self._checkpoint()
-                    self.checkpoints.finish()
-
-                left = run_local(
-                    self.shell,
-                    prepare=self._prepare_job,
-                    computes=[self._extract(i) for i in range(len(self.targets))],
-                    train=train,
-                    clocks=self.clocks,
-                    watchdog=watchdog,
-                    turn=self.turn,
-                    prefetch_threads=config.runtime.prefetch_threads,
-                    on_start=lambda role: torch.set_num_threads(1 if role == "prefetch" else threads),
-                    say=self.say,
-                )
-            for item in left:
-                self.pool.release(item.slot)
-        except ForebayError as error:
-            self.log.write("note", self.step.taken, {"failed": str(error)})
-            raise type(error)(f"{error}\nresume with: {resume_with}") from error
-        finally:
-            self.step.close()
-            for target in self.targets:
-                target.close()
-        summary = self._summary()
-        self.log.close()
+        with signals(watchdog, self.say):
+            try:
+                self._train(watchdog)
+                summary = self._summary()
+            except Exception as error:
+                self.doing = f"failed: {error}"
+                with contextlib.suppress(OSError, ForebayError):
+                    self.log.write("note", self.step.taken, {"failed": str(error)})
+                if isinstance(error, ForebayError):
+                    raise type(error)(f"{error}\n{resume_with}") from error
+                error.add_note(resume_with)
+                raise
+            finally:
+                self._close()
         if not summary["finished"]:
-            self.say(f"stopped at step {self.step.taken} of {self.total_steps}; resume with: {resume_with}")
+            self.say(f"stopped at step {self.step.taken} of {self.total_steps}; {resume_with}")
         return summary
+
+    def _train(self, watchdog: Watchdog) -> None:
+        config = self.config
+        threads = self.cores if self.alternate else max(1, self.cores // 2)
+        prepare = self._prepare_job
+        if self.faults:
+            prepare = self.faults.prepare(prepare)
+            for replica in self.replicas:
+                replica.micro_step = self.faults.micro_step(replica.micro_step)
+        if config.eval.at_start and not self.evals:
+            self._evaluate("start")
+        self.clocks.started = time.monotonic()
+        self.doing = "training"
+
+        def train() -> None:
+            train_loop(self.shell, self.step, self.turn, self.clock, self._release, self._after_step)
+            if self.coordinator.closed and not self.shell.stopping and not self._evaluated("end"):
+                self._evaluate("end")
+            self._checkpoint()
+            with self.clock.waiting("checkpoint"):
+                self.checkpoints.finish()
+
+        with Steps("train", self.total_steps, self.step.taken, quiet=self.quiet) as self.bar:
+            left = run_local(
+                self.shell,
+                prepare=prepare,
+                computes=[self._extract(i) for i in range(len(self.targets))],
+                train=train,
+                clocks=self.clocks,
+                watchdog=watchdog,
+                turn=self.turn,
+                prefetch_threads=config.runtime.prefetch_threads,
+                on_start=lambda role: torch.set_num_threads(1 if role == "prefetch" else threads),
+                say=self.say,
+            )
+        for item in left:
+            self.pool.release(item.slot)
+
+    def _close(self) -> None:
+        """However the run ended: nothing is left running, open or half written."""
+        self.step.close()
+        for target in self.targets:
+            target.close()
+        for item in self.shell.items_left():
+            self.pool.release(item.slot)
+        try:
+            self.checkpoints.finish()
+        except ForebayError as error:  # the first cause is on its way; this is the second
+            self.say(str(error))
+        self._status(now=True)
+        self.log.close()
 
     def _after_step(self, window: Any, outcome: Outcome) -> None:
         step, config = self.step.taken, self.config
@@ -393,7 +425,7 @@ class TrainingRun:
                 "slots": outcome.slots,
                 "uniform_accept_length": sums["uniform_accept_length"],
                 "tokens_per_s": round(self._tokens / elapsed, 1),
-                "data_wait_share": round(sum(v for k, v in waits.items() if k != "turn"), 4),
+                "data_wait_share": round(sum(v for k, v in waits.items() if k not in OWN_WAITS), 4),
                 "mixing_r": stats["last_window"]["r"],
                 "occupancy": stats["last_window"]["occupancy"],
                 "age_max": stats["last_window"]["age_max"],
@@ -404,6 +436,7 @@ class TrainingRun:
         if self.evals:
             note += f"  held-out accept length {self.evals[-1]['accept_length']:.3f}"
         self.bar.advance(note)
+        self.checkpoints.check()
         last = step >= self.total_steps
         every = config.eval.every_steps
         if outcome.finite and not last and ((every and step % every == 0) or self._epoch_ended(window)):
@@ -416,6 +449,10 @@ class TrainingRun:
     def _epoch_ended(self, window: Any) -> bool:
         """Whether this window was the last of its epoch (evaluated there where no interval is set)."""
         return self.config.eval.every_steps is None and window.epoch not in self.shell.stats()["epochs"]
+
+    def _evaluated(self, when: str) -> bool:
+        """Whether these weights have been measured (by a run that was killed after its last checkpoint)."""
+        return any(entry["when"] == when and entry["step"] == self.step.taken for entry in self.evals)
 
     # -- evaluating --------------------------------------------------------------------------------------------------
 
@@ -443,7 +480,7 @@ class TrainingRun:
     def _target_as(self, dtype: torch.dtype) -> Iterator[Any]:
         """The first target, alone, in `dtype` (bf16 -> fp32 -> bf16 loses nothing)."""
         own = self.target.dtype
-        with self.in_use[0]:
+        with self.in_use[0](self.clock):
             if dtype != own:
                 cast(self.target.model, dtype)
             try:
@@ -458,13 +495,15 @@ class TrainingRun:
         if not prompts:
             return
         config = self.config.eval
+        before, self.doing = self.doing, "evaluating"
+        self.faults.at("eval")
         dtype = torch.float32 if config.dtype == "float32" else self.target.dtype
         generations = self._loop(dtype, prompts, when)
-        if not config.guard:
-            return
-        if dtype != torch.float32:
-            generations = self._loop(torch.float32, prompts[: config.guard_prompts])
-        self._guard(generations[: config.guard_prompts])
+        if config.guard:
+            if dtype != torch.float32:
+                generations = self._loop(torch.float32, prompts[: config.guard_prompts])
+            self._guard(generations[: config.guard_prompts])
+        self.doing = before
 
     def _loop(self, dtype: torch.dtype, prompts: list[list[int]], when: str | None = None) -> list[Generation]:
         """The serving loop over `prompts` in `dtype`; recorded as an evaluation where `when` names one."""
@@ -516,7 +555,8 @@ class TrainingRun:
 
     def _checkpoint(self) -> None:
         now = [e for e in self.evals if e["step"] == self.step.taken and e["when"] != "start"]
-        self.checkpoints.save(self.snapshot(), now[-1]["accept_length"] if now else None)
+        with self.clock.waiting("checkpoint"):
+            self.checkpoints.save(self.snapshot(), now[-1]["accept_length"] if now else None)
 
     def snapshot(self) -> Snapshot:
         """Weights, optimizer and ledger at this step boundary."""
@@ -529,19 +569,20 @@ class TrainingRun:
                 "step": self.step.taken,
                 "steps_taken": self.step.taken,
                 "flow": self.shell.snapshot(),
-                "evals": self.evals,
+                "evals": list(self.evals),
+                "metrics_bytes": self.log.size,
                 "spec": self.spec.to_dict(),
                 "extras": self._extras(),
             },
             contract=self.contract,
         )
 
-    def _status(self) -> None:
-        now = time.monotonic()
-        if now - self._status_at < STATUS_S:
+    def _status(self, now: bool = False) -> None:
+        if not now and time.monotonic() - self._status_at < STATUS_S:
             return
-        self._status_at = now
+        self._status_at = time.monotonic()
         status = {
+            "doing": self.doing,
             "step": self.step.taken,
             "total_steps": self.total_steps,
             "unix_time": time.time(),
@@ -586,4 +627,5 @@ class TrainingRun:
             zlab.write_zlab(folder, self.stored(), extras=self._extras(), overwrite=True)
             summary["drafter"] = str(folder)
         write_text(self.folder / "summary.json", json.dumps(summary, indent=1))
+        self.doing = "finished" if finished else "stopped"
         return summary

@@ -81,3 +81,8 @@ class SlotPool:
     @property
     def made(self) -> int:
         return self._made
+
+    @property
+    def free(self) -> int:
+        """Slots that nobody uses. Equal to `made` when a run has ended."""
+        return len(self._free)
