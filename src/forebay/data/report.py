@@ -221,6 +221,8 @@ def render(report: dict[str, Any]) -> Any:
     for name, count in report["warnings"].items():
         parts.append(Text(f"warning: {count:,} {WARNINGS.get(name, name)}", style="yellow"))
     parts += [Text(line, style="yellow") for line in report.get("expect", [])]
+    if "on_policy" in report:
+        parts.append(Text(report["on_policy"]["sentence"], style="yellow" if report["on_policy"]["suspect"] else ""))
     for number, segments in enumerate(report["preview"], 1):
         text = Text(f"\nrow {number} (what is trained on is between [[ and ]])\n", style="bold")
         for piece, supervised in segments:
