@@ -38,7 +38,7 @@ class Parser(argparse.ArgumentParser):
         known = [o for a in self._actions for o in a.option_strings]
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction):
-                known += list(action.choices)
+                known += [*action.choices, *(o for sub in action.choices.values() for o in sub._option_string_actions)]
         wrong = re.search(r"(?:invalid choice: '|unrecognized arguments: )([^' ]+)", message)
         hint = nearest(wrong.group(1), known) if wrong else ""
         self.exit(2, f"{self.format_usage()}{self.prog}: {message}{hint}\n")

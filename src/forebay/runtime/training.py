@@ -11,49 +11,31 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from forebay import config as configuration
 from forebay.config import RunConfig
 from forebay.data.pack import HostBatch, pack_item
-from forebay.decode.drafter import ServedDrafter
-from forebay.decode.evaluate import Report, evaluate
-from forebay.decode.guard import guard
-from forebay.decode.serve import Generation
-from forebay.decode.target_side import TargetSide
-from forebay.errors import ConfigError, DataError, ForebayError
+from forebay.errors import ConfigError, ForebayError
 from forebay.flow.coordinator import Coordinator, FlowSettings
 from forebay.io import checkpoint
 from forebay.io.checkpoint import Checkpoints, Snapshot, write_text
 from forebay.io.formats import zlab
-from forebay.io.formats.folder import StoredDrafter
-from forebay.models.checks import check_states, self_test
-from forebay.models.drafter import Drafter
-from forebay.models.init import init_from_target, init_random
-from forebay.models.load import DTYPES, auto_dtype, cast, load_tokenizer
-from forebay.models.loss import FrozenHead
-from forebay.models.mask_token import choose_mask_token, token_counts
-from forebay.models.spec import drafter_spec
-from forebay.models.step import Borrowed
-from forebay.models.target import Target
-from forebay.models.vocabulary import draft_vocabulary, shortlist
-from forebay.models.walk import Walk
+from forebay.models.checks import check_states
 from forebay.observe.clock import Clocks, WorkerClock
 from forebay.observe.console import Steps, say
 from forebay.observe.metrics import MetricsLog
+from forebay.runtime.assembly import Assembly
+from forebay.runtime.evaluation import HeldOut
 from forebay.runtime.faults import Faults
 from forebay.runtime.local import Watchdog, run_local, signals
-from forebay.runtime.preparation import Preparation
 from forebay.runtime.shell import FlowShell
 from forebay.runtime.turn import Turn
 from forebay.stages.item import Item, SlotPool
-from forebay.stages.train import DrafterReplica, DrafterStep, Outcome, train_loop
+from forebay.stages.train import DrafterStep, Outcome, train_loop
 
 STATUS_S = 2.0
 OWN_WAITS = ("turn", "checkpoint")  # a drafter's waits that are not for data
@@ -87,11 +69,11 @@ class TrainingRun:
         self._status_at = 0.0
         self.doing = "starting"  # shown by `forebay status`
         saved = self._saved(resume)
-        self._load_target()
-        self._prepare()
-        self._build_drafter(saved)
+        self.models = Assembly(config, saved, self.say, store_config=self.faults.store(config))
+        self.prepared, self.targets, self.target = self.models.prepared, self.models.targets, self.models.target
+        self.replicas = self.models.replicas
         if saved is not None:
-            checkpoint.check_contract(saved.contract, self.contract, allow_change)
+            checkpoint.check_contract(saved.contract, self.models.contract, allow_change)
         self._write_folder(saved)
         self._build_flow(saved)
 
@@ -111,132 +93,6 @@ class TrainingRun:
             return None
         self.say(f"resuming from {latest}")
         return checkpoint.load(latest)
-
-    def _load_target(self) -> None:
-        runtime = self.config.runtime
-        if runtime.threads:
-            torch.set_num_threads(runtime.threads)
-        self.cores = torch.get_num_threads()
-        self.targets = [Target.load(self.config.target, device) for device in runtime.targets]
-        self.target = self.targets[0]
-        if self.config.target.self_test:
-            cosine = min(self_test(self.target).values())
-            self.say(f"target {self.target.facts.name}: {self.target.dtype}, self-test cosine {cosine:.4f}")
-        chosen = runtime.dtype
-        self.dtype = (
-            DTYPES[chosen]
-            if chosen != "auto"
-            else self.target.dtype
-            if self.target.device.type == "cpu"
-            else auto_dtype(self.target.model, runtime.drafters[0])
-        )
-        if self.dtype == torch.float16:
-            self.dtype = torch.float32
-
-    def _prepare(self) -> None:
-        facts = self.target.facts
-        self.prepared = Preparation.of(
-            self.faults.store(self.config),
-            feature_width=self.target.feature_width,
-            hidden_size=facts.hidden_size,
-            state_bytes=self.target.dtype.itemsize,
-        )
-        if self.config.eval.guard and self.prepared.heldout is None:
-            raise DataError(
-                f"{self.config.data.store} has no held-out part, so accept length cannot be measured: prepare with "
-                "--heldout FILE or --heldout-share, or set eval.guard=false"
-            )
-        self.prepared.check(jobs=len(self.prepared.train))  # refused before anything is written
-        self.counts = token_counts(self.prepared.train, facts.embedding_rows)
-
-    def _build_drafter(self, saved: Snapshot | None) -> None:
-        config, facts, notices = self.config, self.target.facts, []
-        mask = choose_mask_token(
-            load_tokenizer(config.target),
-            embedding_rows=facts.embedding_rows,
-            requested=config.drafter.mask_token_id,
-            eos_token_ids=facts.eos_token_ids,
-            pad_token_id=facts.pad_token_id,
-            bos_token_id=facts.bos_token_id,
-            counts=self.counts,
-            store=self.prepared.train,
-        )
-        notices.append(str(mask))
-        self.spec = drafter_spec(
-            config.drafter,
-            facts.config,
-            target_layer_ids=self.target.layer_ids,
-            num_target_layers=facts.num_layers,
-            vocab_size=facts.vocab_size,
-            mask_token_id=mask.id,
-            trained_max_length=int(np.asarray(self.prepared.train.lengths).max()),
-            dtype=str(self.dtype).removeprefix("torch."),
-            notices=notices,
-        )
-        devices = config.runtime.drafters
-        lead = Drafter(self.spec)
-        init_random(lead, config.seed)
-        if saved is not None:
-            lead.load_state_dict(saved.drafter)
-        elif config.drafter.init_from is not None:
-            lead.load_state_dict({k: v.float() for k, v in self._warm_start().items()})
-        elif config.drafter.init == "target":
-            layers = {i: layer.state_dict() for i, layer in enumerate(self.target.layers)}
-            offset = 1.0 if facts.model_type.startswith("gemma") else 0.0
-            notices += init_from_target(lead, layers, config.drafter.init_target_layers, norm_offset=offset)
-        if self.spec.draft_vocab_size is not None and not lead.t2d.any():
-            lead.set_vocabulary(draft_vocabulary(self.counts, self.spec.draft_vocab_size, facts.vocab_size))
-        kept = lead.kept
-        if config.loss.shortlist is not None:
-            kept = shortlist(self.counts, config.loss.shortlist, facts.vocab_size)
-        for notice in notices:
-            self.say(notice)
-        replicas = []
-        for device in devices:
-            module = Drafter(self.spec)
-            module.load_state_dict(lead.state_dict())
-            borrowed = self._borrowed(device, self.dtype, kept)
-            replicas.append(DrafterReplica(module.to(device), borrowed, config.loss, self.dtype))
-        self.replicas = replicas
-
-    def _warm_start(self) -> dict[str, torch.Tensor]:
-        """The weights of the drafter at `drafter.init_from`, which must be the drafter that this run trains."""
-        folder = str(self.config.drafter.init_from)
-        stored = zlab.read_zlab(folder)
-        mine, theirs = self.spec.to_dict(), stored.spec.to_dict()
-        passed = {"dtype", "trained_max_length"}
-        differing = {k: (theirs[k], mine[k]) for k in mine if k not in passed and theirs[k] != mine[k]}
-        if differing:
-            lines = "\n  ".join(f"{k}: there {a}, here {b}" for k, (a, b) in differing.items())
-            raise ConfigError(f"drafter.init_from {folder} is another drafter:\n  {lines}\nset the fields alike")
-        return stored.tensors
-
-    def _borrowed(self, device: str, dtype: torch.dtype, kept: torch.Tensor | None) -> Borrowed:
-        """What a replica borrows of the target: embedding and head on its device, the head narrowed to `kept`."""
-        facts, target = self.target.facts, self.target
-        norm = target.final_norm if self.config.loss.needs_last_hidden else None
-        weight = target.head_weight.detach().to(device)
-        head = FrozenHead.build(weight, dtype, kept, facts.logit_scale, facts.logit_softcap, norm)
-        return Borrowed(target.embed_weight.detach().to(device), head, facts.embed_scale)
-
-    @property
-    def contract(self) -> dict[str, Any]:
-        """What a resume must find unchanged."""
-        skip = configuration.MAY_CHANGE_ON_RESUME
-        out: dict[str, Any] = {}
-        for section, values in self.config.model_dump(mode="json").items():
-            if section in skip:
-                continue
-            if not isinstance(values, dict):
-                out[section] = values
-                continue
-            out.update({f"{section}.{k}": v for k, v in values.items() if f"{section}.{k}" not in skip})
-        out.update({f"target.{k}": v for k, v in self.target.facts.identity.items()})
-        out.update({f"drafter.{k}": v for k, v in self.spec.to_dict().items() if k != "dtype"})
-        out["data"] = self.prepared.train.fingerprint
-        out["data.template"] = self.prepared.train.manifest.get("template_hash")
-        out.update({f"plan.{k}": v for k, v in self.prepared.params.as_dict().items() if k != "item_bytes"})
-        return out
 
     def _write_folder(self, saved: Snapshot | None) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -261,7 +117,6 @@ class TrainingRun:
             self.say(f"warning: {warning}")
         if saved is not None:
             self.step.restore(saved.optimizer, saved.state["steps_taken"])
-        self.evals: list[dict[str, Any]] = saved.state["evals"] if saved is not None else []
         largest = max(int(plan.nbytes.max()) for plan in self.plans)
         self.pool = SlotPool(
             config.buffer.bytes // largest,
@@ -279,6 +134,8 @@ class TrainingRun:
         self.alternate = config.runtime.device_sharing != "split" and same and len(self.targets) == 1
         self.turn = Turn(self.alternate, self.shell.failed)
         self.in_use = [Turn(True, self.shell.failed) for _ in self.targets]
+        evals: list[dict[str, Any]] = saved.state["evals"] if saved is not None else []
+        self.heldout = HeldOut(self.models, config.eval, self.in_use[0], self.clock, self.log, self.say, evals)
 
     # -- the stages' work --------------------------------------------------------------------------------------------
 
@@ -355,20 +212,24 @@ class TrainingRun:
 
     def _train(self, watchdog: Watchdog) -> None:
         config = self.config
-        threads = self.cores if self.alternate else max(1, self.cores // 2)
+        threads = self.models.cores if self.alternate else max(1, self.models.cores // 2)
         prepare = self._prepare_job
         if self.faults:
             prepare = self.faults.prepare(prepare)
             for replica in self.replicas:
                 replica.micro_step = self.faults.micro_step(replica.micro_step)
-        if config.eval.at_start and not self.evals:
+        if config.eval.at_start and not self.heldout.evals:
             self._evaluate("start")
         self.clocks.started = time.monotonic()
         self.doing = "training"
 
         def train() -> None:
             train_loop(self.shell, self.step, self.turn, self.clock, self._release, self._after_step)
-            if self.coordinator.closed and not self.shell.stopping and not self._evaluated("end"):
+            if (
+                self.coordinator.closed
+                and not self.shell.stopping
+                and not self.heldout.measured("end", self.step.taken)
+            ):
                 self._evaluate("end")
             self._checkpoint()
             with self.clock.waiting("checkpoint"):
@@ -433,8 +294,8 @@ class TrainingRun:
             },
         )
         note = f"loss {outcome.loss:.3f}  uniform accept {sums['uniform_accept_length']:.2f}"
-        if self.evals:
-            note += f"  held-out accept length {self.evals[-1]['accept_length']:.3f}"
+        if self.heldout.evals:
+            note += f"  held-out accept length {self.heldout.evals[-1]['accept_length']:.3f}"
         self.bar.advance(note)
         self.checkpoints.check()
         last = step >= self.total_steps
@@ -442,7 +303,7 @@ class TrainingRun:
         if outcome.finite and not last and ((every and step % every == 0) or self._epoch_ended(window)):
             self._evaluate("step")
         elif outcome.finite and config.eval.guard and step == config.eval.guard_step:
-            self._guard(self._loop(torch.float32, self.prepared.heldout_prompts[: config.eval.guard_prompts]))
+            self.heldout.guard(step)
         if outcome.finite and step % config.checkpoint.every_steps == 0 and not last:
             self._checkpoint()
 
@@ -450,111 +311,16 @@ class TrainingRun:
         """Whether this window was the last of its epoch (evaluated there where no interval is set)."""
         return self.config.eval.every_steps is None and window.epoch not in self.shell.stats()["epochs"]
 
-    def _evaluated(self, when: str) -> bool:
-        """Whether these weights have been measured (by a run that was killed after its last checkpoint)."""
-        return any(entry["when"] == when and entry["step"] == self.step.taken for entry in self.evals)
-
-    # -- evaluating --------------------------------------------------------------------------------------------------
-
-    def served(self, dtype: torch.dtype) -> ServedDrafter:
-        """The drafter as an engine would read it, from its exported form in memory."""
-        stored = self.stored()
-        spec = replace(self.spec, dtype=str(dtype).removeprefix("torch."))
-        tensors = zlab.zlab_tensors(spec, stored.tensors, stored.vocabulary)
-        return ServedDrafter(zlab.zlab_config(spec, self._extras()), tensors, dtype=dtype, device=self.target.device)
-
-    def stored(self) -> StoredDrafter:
-        """The drafter as it is written to a folder."""
-        module = self.replicas[0].module
-        return StoredDrafter(self.spec, dict(module.named_parameters()), module.kept)
-
-    def _extras(self) -> dict[str, Any]:
-        facts = self.target.facts
-        return {
-            "input_embedding_scale": facts.embed_scale,
-            "target_name": facts.name,
-            "target_fingerprint": facts.fingerprint,
-        }
-
-    @contextlib.contextmanager
-    def _target_as(self, dtype: torch.dtype) -> Iterator[Any]:
-        """The first target, alone, in `dtype` (bf16 -> fp32 -> bf16 loses nothing)."""
-        own = self.target.dtype
-        with self.in_use[0](self.clock):
-            if dtype != own:
-                cast(self.target.model, dtype)
-            try:
-                yield self.target.model
-            finally:
-                if dtype != own:
-                    cast(self.target.model, own)
-
     def _evaluate(self, when: str) -> None:
-        """Held-out accept length by the serving loop; with the guard, the trainer's forward over the same rounds."""
-        prompts = self.prepared.heldout_prompts
-        if not prompts:
-            return
-        config = self.config.eval
         before, self.doing = self.doing, "evaluating"
         self.faults.at("eval")
-        dtype = torch.float32 if config.dtype == "float32" else self.target.dtype
-        generations = self._loop(dtype, prompts, when)
-        if config.guard:
-            if dtype != torch.float32:
-                generations = self._loop(torch.float32, prompts[: config.guard_prompts])
-            self._guard(generations[: config.guard_prompts])
+        self.heldout.measure(when, self.step.taken)
         self.doing = before
-
-    def _loop(self, dtype: torch.dtype, prompts: list[list[int]], when: str | None = None) -> list[Generation]:
-        """The serving loop over `prompts` in `dtype`; recorded as an evaluation where `when` names one."""
-        config = self.config.eval
-        with self._target_as(dtype) as model:
-            report, generations = evaluate(
-                model,
-                self.served(dtype),
-                prompts,
-                max_new_tokens=config.max_new_tokens,
-                batch_size=config.batch_size,
-                reference=False,
-            )
-        if when is not None:
-            self._record(when, report)
-        return generations
-
-    def _guard(self, generations: list[Generation]) -> None:
-        """G8, in fp32."""
-        lead = self.replicas[0].module
-        with self._target_as(torch.float32) as model:
-            served = self.served(torch.float32)
-            borrowed = self._borrowed(str(next(lead.parameters()).device), torch.float32, lead.kept)
-            walk = Walk(self.target, lead, borrowed)
-            side = TargetSide(model, served.layer_ids)
-            report = guard(generations, walk, target=side, drafter=served)
-        self.log.write("guard", self.step.taken, report.to_dict())
-        self.say(
-            f"guard: trainer and serving loop agree in {report.agreement:.1%} of {report.rounds} rounds"
-            + (f" ({report.near_ties} near-ties)" if report.near_ties else "")
-        )
-
-    def _record(self, when: str, report: Report) -> None:
-        entry = {
-            "when": when,
-            "step": self.step.taken,
-            "accept_length": report.accept_length,
-            "acceptance_by_position": report.acceptance_by_position,
-            "rounds": report.rounds,
-            "prompts": report.prompts,
-            "seconds": round(report.seconds, 2),
-        }
-        self.evals.append(entry)
-        self.log.write("eval", self.step.taken, entry)
-        shares = " ".join(f"{share:.2f}" for share in report.acceptance_by_position)
-        self.say(f"step {self.step.taken}: held-out accept length {report.accept_length:.3f} (by position {shares})")
 
     # -- checkpoints, status, summary --------------------------------------------------------------------------------
 
     def _checkpoint(self) -> None:
-        now = [e for e in self.evals if e["step"] == self.step.taken and e["when"] != "start"]
+        now = [e for e in self.heldout.evals if e["step"] == self.step.taken and e["when"] != "start"]
         with self.clock.waiting("checkpoint"):
             self.checkpoints.save(self.snapshot(), now[-1]["accept_length"] if now else None)
 
@@ -569,12 +335,12 @@ class TrainingRun:
                 "step": self.step.taken,
                 "steps_taken": self.step.taken,
                 "flow": self.shell.snapshot(),
-                "evals": list(self.evals),
+                "evals": list(self.heldout.evals),
                 "metrics_bytes": self.log.size,
-                "spec": self.spec.to_dict(),
-                "extras": self._extras(),
+                "spec": self.models.spec.to_dict(),
+                "extras": self.models.extras,
             },
-            contract=self.contract,
+            contract=self.models.contract,
         )
 
     def _status(self, now: bool = False) -> None:
@@ -601,8 +367,8 @@ class TrainingRun:
         quarantined = sum(len(jobs) for jobs in self.coordinator.quarantined.values())
         planned = sum(len(plan) for plan in self.plans)
         finished = left == 0
-        measured = [e for e in self.evals if e["when"] != "start"]
-        before = next((e for e in self.evals if e["when"] == "start"), None)
+        measured = [e for e in self.heldout.evals if e["when"] != "start"]
+        before = next((e for e in self.heldout.evals if e["when"] == "start"), None)
         summary = {
             "finished": finished,
             "run_dir": str(self.folder),
@@ -624,7 +390,7 @@ class TrainingRun:
         }
         if finished:
             folder = self.folder / "drafter"
-            zlab.write_zlab(folder, self.stored(), extras=self._extras(), overwrite=True)
+            zlab.write_zlab(folder, self.models.stored(), extras=self.models.extras, overwrite=True)
             summary["drafter"] = str(folder)
         write_text(self.folder / "summary.json", json.dumps(summary, indent=1))
         self.doing = "finished" if finished else "stopped"
