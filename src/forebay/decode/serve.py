@@ -74,8 +74,9 @@ def serve(
     generator = torch.Generator(device=target.device).manual_seed(seed)
     eos = frozenset(eos_token_ids)
     while order:
-        longest = len(prompts[order[-1]]) + max_new_tokens + (drafter.block_size if drafter else 1)
-        count = min(batch_size, target.rows_at_once(longest) or batch_size)
+        # A round adds at least one token to each row and at most a block of columns, some of them stale.
+        columns = len(prompts[order[-1]]) + max_new_tokens * (drafter.drafts_per_round + 1 if drafter else 1)
+        count = min(batch_size, target.rows_at_once(columns) or batch_size)
         rows, order = order[-count:], order[:-count]  # the longest first: memory runs out at once or not at all
         batch = _Batch(target, drafter, [list(prompts[i]) for i in rows], max_new_tokens, eos, temperature, generator)
         results.update(zip(rows, batch.run(), strict=True))

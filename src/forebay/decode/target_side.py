@@ -75,9 +75,9 @@ class TargetSide:
     def dtype(self) -> torch.dtype:
         return self.model.get_input_embeddings().weight.dtype
 
-    def rows_at_once(self, longest_text: int) -> int | None:
-        """How many prompts may share a batch whose texts reach `longest_text` tokens; None: any number."""
-        short_window = self.window is not None and longest_text > self.window
+    def rows_at_once(self, columns: int) -> int | None:
+        """How many prompts may share a batch that reaches `columns` cached columns; None: any number."""
+        short_window = self.window is not None and columns > self.window
         return 1 if self.reread or short_window else None
 
     def embed(self, tokens: Tensor) -> Tensor:
