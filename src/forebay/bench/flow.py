@@ -8,8 +8,10 @@ Called by the command line, which prints `table(rows)` or the rows as JSON.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -104,10 +106,11 @@ class Fleet:
 
 
 FLEETS = (
-    Fleet(6, 2, 8, 16, 64, 4000),
+    Fleet(6, 2, 8, 10, 40, 4000),
     Fleet(48, 16, 64, 128, 512, 12_000),
-    Fleet(3072, 1024, 4096, 4096, 16_384, 80_000),
+    Fleet(3072, 1024, 4096, 8192, 32_768, 120_000),
 )
+REAL = replace(FLEETS[0], jobs=1000)
 
 
 @dataclass(frozen=True)
@@ -211,3 +214,89 @@ def run_virtual(fleet: Fleet, skew: Skew, design: Design) -> dict[str, Any]:
     load = Load(produce=work.produce, consume=lambda job, replica: work.consume_s)
     outcome = simulate(settings_of(fleet, design), [work.plan], load)
     return row_of(fleet, "virtual", skew, design, outcome, work.bound(fleet))
+
+
+def planned_rows(fleet: Fleet, multiples: Sequence[float] = (1.5, 2, 3, 4, 6)) -> Iterator[dict[str, Any]]:
+    """What planned draws cost against live ones at a capacity of so many times the min fill."""
+    for skew in SKEWS:
+        for multiple in multiples:
+            smaller = replace(fleet, capacity=int(multiple * fleet.min_fill))
+            live, planned = (run_virtual(smaller, skew, Design(draw=draw)) for draw in ("live", "planned"))
+            yield {
+                **planned,
+                "capacity_over_min_fill": multiple,
+                "of_live": planned["share_of_bound"] / live["share_of_bound"],
+            }
+
+
+def rows_of(quick: bool, clock: str) -> Iterator[dict[str, Any]]:
+    """The comparison, row by row. The largest fleet runs the default and the designs that fail, not every variant."""
+    if clock in ("virtual", "both"):
+        for fleet in FLEETS[:1] if quick else FLEETS:
+            for skew in SKEWS:
+                for design in DESIGNS if fleet.targets < 1000 else (DEFAULT, DESIGNS[1], DESIGNS[4], DESIGNS[7]):
+                    yield run_virtual(fleet, skew, design)
+    if clock in ("real", "both"):
+        from forebay.bench.flow_threads import run_real
+
+        if quick:
+            yield run_real(replace(REAL, jobs=500), SKEWS[0], DEFAULT)
+            return
+        for skew in SKEWS:
+            for design in (DEFAULT, DESIGNS[1]):
+                yield run_real(REAL, skew, design)
+                yield run_virtual(REAL, skew, design)
+        shorter = replace(REAL, jobs=500)
+        for skew, design in (
+            (SKEWS[5], DESIGNS[7]),
+            (SKEWS[1], DESIGNS[4]),
+            (SKEWS[2], DESIGNS[8]),
+            (SKEWS[2], DESIGNS[7]),
+        ):
+            yield run_real(shorter, skew, design)
+            yield run_virtual(shorter, skew, design)
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """A Markdown table."""
+    lines = [
+        "| devices | clock | skew | dispatch | queue | order | draw | share of bound | idle targets | idle drafters "
+        "| r | single-bucket windows | peak / budget | age p99 |",
+        "|" + "---|" * 14,
+    ]
+    for row in rows:
+        cells = [str(row[key]) for key in KEYS[:7]]
+        cells += [f"{row[key]:.1%}" for key in KEYS[7:10]]
+        cells += [f"{row['r']:+.3f}", str(row["single_bucket_windows"]), f"{row['peak_bytes_share']:.2f}"]
+        lines.append("| " + " | ".join([*cells, str(row["age_p99"])]) + " |")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str]) -> list[dict[str, Any]] | dict[str, Any]:
+    """`forebay bench flow`."""
+    parser = argparse.ArgumentParser(prog="forebay bench flow", description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--quick", action="store_true", help="6+2 devices only, one short run on the real clock; 30 s")
+    parser.add_argument("--clock", choices=("virtual", "real", "both"), default="both")
+    parser.add_argument(
+        "--planned", action="store_true", help="what planned draws cost at small buffers (virtual clock)"
+    )
+    parser.add_argument("--coordination", action="store_true", help="cost of a job through all states, 8 + 8 threads")
+    parser.add_argument("--json", action="store_true", help="machine-readable output")
+    args = parser.parse_args(argv)
+    if args.coordination:
+        from forebay.bench.flow_threads import coordination_cost
+
+        cost = coordination_cost()
+        print(
+            json.dumps(cost)
+            if args.json
+            else f"{cost['us_per_job']:.1f} us per job, {cost['cpu_us_per_job']:.1f} of CPU"
+        )
+        return cost
+    if args.planned:
+        rows = [row for fleet in FLEETS[:2] for row in planned_rows(fleet)]
+        print(json.dumps(rows, indent=1) if args.json else planned_table(rows))
+        return rows
+    rows = list(rows_of(args.quick, args.clock))
+    print(json.dumps(rows, indent=1) if args.json else table(rows))
+    return rows
