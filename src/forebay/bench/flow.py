@@ -216,17 +216,29 @@ def run_virtual(fleet: Fleet, skew: Skew, design: Design) -> dict[str, Any]:
     return row_of(fleet, "virtual", skew, design, outcome, work.bound(fleet))
 
 
-def planned_rows(fleet: Fleet, multiples: Sequence[float] = (1.5, 2, 3, 4, 6)) -> Iterator[dict[str, Any]]:
-    """What planned draws cost against live ones at a capacity of so many times the min fill."""
+def planned_rows(fleet: Fleet, multiples: Sequence[float] = (1.5, 2, 3, 4)) -> Iterator[dict[str, Any]]:
+    """What planned draws cost against live ones: at so many times the min fill, of about one and of four windows."""
     for skew in SKEWS:
-        for multiple in multiples:
-            smaller = replace(fleet, capacity=int(multiple * fleet.min_fill))
-            live, planned = (run_virtual(smaller, skew, Design(draw=draw)) for draw in ("live", "planned"))
-            yield {
-                **planned,
-                "capacity_over_min_fill": multiple,
-                "of_live": planned["share_of_bound"] / live["share_of_bound"],
-            }
+        for min_fill in (fleet.min_fill, 4 * fleet.window):
+            for multiple in multiples:
+                sized = replace(fleet, min_fill=min_fill, capacity=int(multiple * min_fill))
+                live, planned = (run_virtual(sized, skew, Design(draw=draw)) for draw in ("live", "planned"))
+                of_live = planned["share_of_bound"] / live["share_of_bound"]
+                yield {**planned, "capacity_over_min_fill": multiple, "of_live": of_live}
+
+
+def planned_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Planned over live throughput: a line per skew and min fill, a column per capacity."""
+    multiples = list(dict.fromkeys(row["capacity_over_min_fill"] for row in rows))
+    lines = [
+        "| devices | skew | min fill | " + " | ".join(f"{m:g} x" for m in multiples) + " |",
+        "|---|---|---|" + "---|" * len(multiples),
+    ]
+    cells = {(r["devices"], r["skew"], r["min_fill"], r["capacity_over_min_fill"]): r["of_live"] for r in rows}
+    for devices, skew, fill in dict.fromkeys(key[:3] for key in cells):
+        shares = " | ".join(f"{cells[devices, skew, fill, m]:.1%}" for m in multiples)
+        lines.append(f"| {devices} | {skew} | {fill} | {shares} |")
+    return "\n".join(lines)
 
 
 def rows_of(quick: bool, clock: str) -> Iterator[dict[str, Any]]:
