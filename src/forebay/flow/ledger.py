@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from forebay.errors import ContractError
 
 PENDING, LEASED, READY, DRAWN, COMMITTED, QUARANTINED = range(6)
@@ -131,16 +133,12 @@ class Ledger:
 
     def snapshot(self) -> dict[str, Any]:
         """JSON-able; what is leased, ready or drawn counts as pending, because items are never saved."""
-        packed = bytearray(-(-self.jobs // 8))
-        at = self.state.find(COMMITTED)
-        while at >= 0:
-            packed[at >> 3] |= 1 << (at & 7)
-            at = self.state.find(COMMITTED, at + 1)
+        done = np.frombuffer(self.state, dtype=np.uint8) == COMMITTED
         open_jobs = [job for job in self.reasons if self.state[job] != COMMITTED]
         return {
             "epoch": self.epoch,
             "jobs": self.jobs,
-            "committed": base64.b64encode(zlib.compress(bytes(packed), 1)).decode(),
+            "committed": base64.b64encode(zlib.compress(np.packbits(done).tobytes(), 1)).decode(),
             "quarantined": {str(job): self.reasons[job] for job in self.quarantined()},
             "attempts": {str(job): self.attempt[job] for job in open_jobs},
             "reasons": {str(job): self.reasons[job] for job in open_jobs},
@@ -153,10 +151,9 @@ class Ledger:
                 f"the checkpoint's ledger is of epoch {saved['epoch']} with {saved['jobs']} jobs, the plan of epoch "
                 f"{self.epoch} with {self.jobs}: resume with the plan that the run was started with"
             )
-        packed = zlib.decompress(base64.b64decode(saved["committed"]))
-        for job in range(self.jobs):
-            if packed[job >> 3] >> (job & 7) & 1:
-                self._move(job, PENDING, COMMITTED)
+        packed = np.frombuffer(zlib.decompress(base64.b64decode(saved["committed"])), dtype=np.uint8)
+        for job in np.flatnonzero(np.unpackbits(packed, count=self.jobs)).tolist():
+            self._move(job, PENDING, COMMITTED)
         for name, attempts in saved["attempts"].items():
             self.attempt[int(name)] = attempts
             self.reasons[int(name)] = saved["reasons"][name]
