@@ -143,6 +143,15 @@ def test_template_arguments_recorded_by_regenerate_are_used_and_checked(tmp_path
         run(path, tmp_path / "t", tokenizer, template_kwargs={"enable_thinking": True})
 
 
+def test_of_a_regenerated_conversation_only_the_last_answer_is_the_targets(tmp_path, tokenizer):
+    made = {"regenerated": {"prompt": "x", "by": {"template_kwargs": {}, "raw": True}}, "finish_reason": "stop"}
+    turns = [{"role": r, "content": c} for r, c in zip(["user", "assistant"] * 2, "abcd", strict=True)]
+    report = run(write_jsonl(tmp_path / "a.jsonl", [{"messages": turns, **made}]), tmp_path / "s", tokenizer)
+    store = TokenStore.open(tmp_path / "s" / "train")
+    assert tokenizer.decode(store.tokens(0)[store.mask(0).astype(bool)]) == "d<|im_end|>"
+    assert report["warnings"] == {"earlier_answers_not_by_the_target": 1}
+
+
 def test_finish_reasons_are_counted_and_many_cut_answers_are_said(tmp_path, tokenizer):
     """C104."""
     rows = [talk(i, finish_reason="length" if i < 35 else "stop") for i in range(100)]

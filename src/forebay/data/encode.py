@@ -7,6 +7,7 @@ each supervised span is decoded and compared with the text it came from. Called 
 from __future__ import annotations
 
 import itertools
+import os
 import unicodedata
 from collections import Counter
 from dataclasses import dataclass, field
@@ -71,7 +72,7 @@ class Encoder:
         notes: dict[str, Counter[str]] = {"warnings": Counter(), "finish_reasons": Counter(), "counts": Counter()}
         ready: list[tuple[int, Record, Conversation, Rendered]] = []
         for row, record in enumerate(records, first_row):
-            rendered = self._render(record)
+            rendered = self._render(record, row)
             if isinstance(rendered, Drop):
                 drops.append((row, record.file, record.line, rendered.reason, rendered.detail))
             else:
@@ -112,7 +113,7 @@ class Encoder:
         named = [(*drop[:4], _printable(drop[4])) for drop in sorted(drops)]
         return Encoded(rows, np.array(splits), len(records), named, notes, preview)
 
-    def _render(self, record: Record) -> tuple[Conversation, list[Rendered]] | Drop:
+    def _render(self, record: Record, number: int) -> tuple[Conversation, list[Rendered]] | Drop:
         row = parse(record.payload)
         if isinstance(row, Unreadable):
             return Drop(row.reason, row.detail)
@@ -121,8 +122,10 @@ class Encoder:
             return conversation
         made, asked = conversation.made_with, self.settings.template_kwargs
         if made is not None and made != asked:
-            where = f"row with template arguments {made} (recorded by regenerate), prepare was asked for {asked}"
-            raise DataError(f"line {record.line}: {where}: prepare the data with the arguments it was made with")
+            raise DataError(
+                f"row {number} (line {record.line}) was made by `regenerate` with template arguments {made}, prepare "
+                f"was asked for {asked}: give the arguments that the data was made with, or leave them out"
+            )
         rendered = self.template.rows(conversation)
         return rendered if isinstance(rendered, Drop) else (conversation, rendered)
 
@@ -219,6 +222,7 @@ _ENCODER: Encoder | None = None
 
 def start_worker(folder: str, settings: EncodeSettings) -> None:
     """Initialise a spawned process."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     from transformers import AutoTokenizer
 
     global _ENCODER

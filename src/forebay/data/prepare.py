@@ -127,7 +127,9 @@ def prepare(
                 template_kwargs=template_kwargs,
                 max_length=max_length,
             )
-            if stopped is None:
+            if stopped is not None:
+                run.abort()
+            else:
                 run.close_shards()
                 report |= run.compare_splits()
                 facts = {"template_kwargs": template_kwargs, "max_length": max_length}

@@ -40,6 +40,8 @@ WARNINGS = {
     "turns_after_the_last_answer_cut": "rows end with turns that nobody answered; those turns were cut",
     "turns_rewritten_by_the_template": "rows have earlier answers that the template rewrites in the history (thinking "
     "stripped): these are not supervised; --split-turns gives each a row of its own",
+    "earlier_answers_not_by_the_target": "rows made by regenerate have earlier answers, not written by it: only the "
+    "last one is supervised",
     "answer_without_question": "rows begin with an assistant turn, which is context only",
     "developer_as_system": "rows have a `developer` role that the template does not know; it was rendered as `system`",
     "reasoning_dropped": "rows have reasoning that the template does not render: the drafter will not learn thinking",
@@ -86,7 +88,7 @@ class Report:
 
     def add_split(self, name: str, index: np.ndarray) -> None:
         """Count rows that went to `train` or `heldout`."""
-        counts = self.splits.setdefault(name, {"rows": 0, "tokens": 0, "supervised_tokens": 0, "anchors": 0})
+        counts = self.splits.setdefault(name, dict.fromkeys(("rows", "tokens", "supervised_tokens", "anchors"), 0))
         for key, value in (
             ("rows", len(index)),
             ("tokens", index["length"].sum()),

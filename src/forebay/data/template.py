@@ -98,7 +98,11 @@ class ChatTemplate:
         if isinstance(final, Drop):
             return final
         rewritten = []
-        for turn in range(last if not self.last_turn_only else 0):
+        # `regenerate` answers the last turn; who wrote the earlier ones is not known.
+        only_last = self.last_turn_only or conversation.made_with is not None
+        if only_last and not self.last_turn_only and any(m["role"] == "assistant" for m in messages[:last]):
+            notes.append("earlier_answers_not_by_the_target")
+        for turn in range(0 if only_last else last):
             message = messages[turn]
             if message["role"] != "assistant" or not (message["content"].strip() or message.get("tool_calls")):
                 continue
