@@ -111,10 +111,16 @@ def status(run_dir: PathLike) -> dict[str, Any]:
 
 def status_text(s: dict[str, Any]) -> str:
     """A status for people."""
-    lines = [f"step {s['step']} of {s['total_steps']} ({s['age_s']:.0f} s ago)"]
+    from forebay.observe.clock import in_words
+
+    lines = [f"step {s['step']} of {s['total_steps']}: {s['doing']} ({s['age_s']:.0f} s ago)"]
     for stage, shares in s["shares"].items():
         lines.append(f"{stage}: busy {shares['busy_share']:.0%}, waiting {shares['wait_share']:.0%}")
-    lines += [f"{w['worker']} waits {w['seconds']:.0f} s for {w['waits_for']}" for w in s["waits"] if w["seconds"] >= 1]
+    lines += [
+        f"{w['worker']} waits {w['seconds']:.0f} s for {in_words(w['waits_for'])}"
+        for w in s["waits"]
+        if w["seconds"] >= 1
+    ]
     return "\n".join([*lines, *s["failures"]])
 
 

@@ -11,6 +11,24 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 
+#: What a wait's name means, for people.
+WORDS = {
+    "producer_wait_room": "room in the buffer",
+    "producer_wait_work": "a job to do",
+    "consumer_wait_fill": "the buffer to reach its min fill",
+    "consumer_wait_end": "the epoch's last jobs",
+    "consumer_wait_plan": "the next epoch's plan",
+    "jobs": "jobs to prepare",
+    "prefetch": "its host batch",
+    "turn": "its turn on the shared device",
+    "checkpoint": "the checkpoint before this one",
+}
+
+
+def in_words(reason: str) -> str:
+    """A wait's name with its meaning."""
+    return f"{WORDS[reason]} ({reason})" if reason in WORDS else reason
+
 
 class WorkerClock:
     """Busy and waiting seconds of one worker; only its own thread writes to it."""

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from forebay.errors import ForebayError, Stopped
-from forebay.observe.clock import Clocks, WorkerClock
+from forebay.observe.clock import Clocks, WorkerClock, in_words
 from forebay.runtime.shell import FlowShell
 from forebay.runtime.turn import Turn
 from forebay.stages.extract import extract_loop
@@ -94,7 +94,7 @@ class Watchdog:
                 mark = (worker.name, wait[1])
                 if mark not in self._said:
                     self._said.add(mark)
-                    self._say(f"{worker.name} has been waiting {age:.0f} s for {wait[0]}")
+                    self._say(f"{worker.name} has been waiting {age:.0f} s for {in_words(wait[0])}")
         still = time.monotonic() - self._shell.last_moved
         if still > self._stall_s and self._shell.last_moved != self._dumped_at:
             self._dumped_at = self._shell.last_moved
@@ -102,7 +102,7 @@ class Watchdog:
         self._status()
 
     def _stalled(self, still: float) -> None:
-        waits = ", ".join(f"{w['worker']} for {w['waits_for']}" for w in self._clocks.open_waits())
+        waits = ", ".join(f"{w['worker']} for {in_words(str(w['waits_for']))}" for w in self._clocks.open_waits())
         line = f"nothing has moved for {still:.0f} s (waiting: {waits or 'nobody'})"
         if self._stacks is not None:
             with contextlib.suppress(OSError), open(self._stacks, "a", encoding="utf-8") as file:

@@ -1,0 +1,147 @@
+"""Planted faults strike where and as often as they say; states spoilt by one never pass the reader's check."""
+
+import errno
+import os
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from forebay import config
+from forebay.config import Fault
+from forebay.errors import ConfigError, TargetError
+from forebay.models.checks import check_states
+from forebay.runtime.faults import OF_STATES, Faults, Moment, PlantedError, strikes, struck
+
+WIDTH = 8
+
+
+def batch(job, lengths=(12, 20)):
+    """A host batch's part that the target and the reader see."""
+    tokens = np.random.default_rng(job).integers(0, 300, sum(lengths)).astype(np.int32)
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    return SimpleNamespace(job=SimpleNamespace(epoch=0, id=job, splits=lengths), tokens=tokens, doc_offsets=offsets)
+
+
+def states(host, features, last=None):
+    """Stands for a target: states that depend on the tokens."""
+    n = len(host.tokens)
+    features[:n] = torch.from_numpy(np.random.default_rng(int(host.tokens[0])).normal(size=(n, WIDTH)))
+    return host.tokens.copy()
+
+
+def planted(tmp_path, *faults, step=0):
+    return Faults([Fault(**fault) for fault in faults], tmp_path, lambda: step)
+
+
+@pytest.mark.parametrize(
+    ("fault", "moment", "times_struck", "expected"),
+    [
+        ({"kind": "raise"}, {}, 0, True),
+        ({"kind": "raise"}, {}, 1, False),
+        ({"kind": "raise", "times": 3}, {}, 2, True),
+        ({"kind": "raise", "times": -1}, {}, 99, True),
+        ({"kind": "raise", "times": 0}, {}, 0, False),
+        ({"kind": "raise", "where": "train"}, {}, 0, False),
+        ({"kind": "raise", "step": 3}, {"step": 2}, 0, False),
+        ({"kind": "raise", "step": 3}, {"step": 3}, 0, True),
+        ({"kind": "raise", "job": 4}, {"job": 4, "epoch": 1}, 0, True),
+        ({"kind": "raise", "job": 4, "epoch": 0}, {"job": 4, "epoch": 1}, 0, False),
+        ({"kind": "raise", "worker": 1}, {"worker": 0}, 0, False),
+        ({"kind": "disk_full", "file": "DONE"}, {"where": "checkpoint", "file": "state.json"}, 0, False),
+        ({"kind": "disk_full"}, {"where": "checkpoint", "file": "state.json"}, 0, True),
+    ],
+)
+def test_a_fault_strikes_where_and_as_often_as_it_says(fault, moment, times_struck, expected):
+    assert strikes(Fault(**fault), Moment(**{"where": "extract", "step": 0, **moment}), times_struck) is expected
+
+
+def test_a_fault_counts_over_all_lives_of_a_run(tmp_path):
+    """Otherwise a run killed by its fault is killed by it again after every resume."""
+    fault = {"kind": "raise", "times": 2}
+    for _ in range(2):
+        with pytest.raises(PlantedError):
+            planted(tmp_path, fault).at("extract", job=1)
+    planted(tmp_path, fault).at("extract", job=1)
+    assert [(line["kind"], line["job"]) for line in struck(tmp_path)] == [("raise", 1)] * 2
+
+
+def test_a_run_without_faults_has_no_hooks_and_writes_nothing(tmp_path):
+    none = planted(tmp_path)
+    assert not none
+    none.at("train")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("nan", "not finite"),
+        ("zeros", "all states equal 0"),
+        ("short", "31 states came back for 32 tokens"),
+        ("swap", "the states belong to other tokens"),
+        ("repeat", "a copy of the item before"),
+    ],
+)
+def test_spoilt_states_are_refused_by_name(tmp_path, kind, message):
+    """C50 to C56: what a target may give in place of a job's states."""
+    capture = planted(tmp_path, {"kind": kind, "job": 2}).capture(states, 0)
+    features, previous = torch.zeros(64, WIDTH), None
+    for job in (1, 2):
+        host = batch(job)
+        echo = capture(host, features)
+        if job == 1:
+            previous = check_states(host, features, echo, width=WIDTH)
+    with pytest.raises(TargetError, match=rf"job 2.*{message}"):
+        check_states(host, features, echo, width=WIDTH, previous=previous, name="job 2")
+    assert len(struck(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("kind", ["swap", "repeat"])
+def test_what_needs_another_jobs_states_waits_until_there_are_some(tmp_path, kind):
+    capture = planted(tmp_path, {"kind": kind}).capture(states, 0)
+    features = torch.zeros(64, WIDTH)
+    check_states(batch(1), features, capture(batch(1), features), width=WIDTH)
+    assert struck(tmp_path) == []
+
+
+def test_every_kind_of_states_is_covered_by_the_test_above():
+    assert {"nan", "zeros", "short", "swap", "repeat"} == OF_STATES
+
+
+def test_a_full_disk_is_the_error_that_the_system_gives(tmp_path):
+    with pytest.raises(OSError, match="No space left") as error:
+        planted(tmp_path, {"kind": "disk_full", "step": 4}).at("checkpoint", step=4, file="DONE")
+    assert error.value.errno == errno.ENOSPC
+
+
+def test_a_shard_is_cut_in_a_copy_and_never_in_the_users_store(tmp_path):
+    store = tmp_path / "store"
+    for part in ("train", "heldout"):
+        (store / part).mkdir(parents=True)
+        for name in ("manifest.json", "00000.tokens", "00001.tokens"):
+            (store / part / name).write_bytes(b"12345678")
+    run = config.from_dict({"run_dir": "r", "target": {"model": "m"}, "data": {"store": str(store)}})
+    faults = planted(tmp_path / "run", {"kind": "truncate_shard", "job": 3})
+    copy = faults.store(run).data.store
+    faults.at("prefetch", epoch=0, job=2)
+    assert os.path.getsize(f"{copy}/train/00000.tokens") == 8
+    faults.at("prefetch", epoch=0, job=3)
+    assert os.path.getsize(f"{copy}/train/00000.tokens") == 4
+    assert {file.stat().st_size for file in store.glob("*/*")} == {8}
+    assert planted(tmp_path, {"kind": "raise"}).store(run) is run
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ({"kind": "zeros", "where": "train"}, "a fault of kind 'zeros' strikes in extract, not in train"),
+        ({"kind": "disk_full", "where": "extract"}, "strikes in checkpoint, not in extract"),
+        ({"kind": "fire"}, "faults.0.kind"),
+        ({"kind": "hang", "times": -2}, "greater than or equal to -1"),
+    ],
+)
+def test_a_fault_that_cannot_strike_is_refused(fault, message):
+    with pytest.raises(ConfigError, match=message):
+        config.from_dict({"run_dir": "r", "target": {"model": "m"}, "data": {"store": "s"}, "faults": [fault]})
