@@ -123,12 +123,12 @@ def test_a_template_that_renders_no_answer_stops_with_what_it_renders(tmp_path, 
 
 
 def test_a_store_in_which_everything_is_supervised_is_refused(tmp_path, tokenizer):
-    path = write_jsonl(tmp_path / "a.jsonl", [{"text": "<eos>one two three four"}] * 20)
+    """A separator of one token is no prompt; a short prompt before a very long answer is one."""
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": f"<eos>one two three four {i}"} for i in range(20)])
     with pytest.raises(DataError, match="tokens are supervised"):
-        # the separator is one token of 2,000: the prompt is as good as missing
-        long = write_jsonl(tmp_path / "b.jsonl", [{"text": "<eos>" + "one two three four " * 900}] * 3)
-        run(long, tmp_path / "s", tokenizer, text_separator="<eos>", max_length=100_000)
-    assert run(path, tmp_path / "t", tokenizer, text_separator="<eos>")["kept"] == 20
+        run(path, tmp_path / "s", tokenizer, text_separator="<eos>")
+    path = write_jsonl(tmp_path / "b.jsonl", [talk(1, "one two three four " * 2000)])
+    assert run(path, tmp_path / "t", tokenizer, max_length=100_000)["supervised_share"] > 0.999
 
 
 def test_template_arguments_recorded_by_regenerate_are_used_and_checked(tmp_path, tokenizer):

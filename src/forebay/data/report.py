@@ -121,7 +121,7 @@ class Report:
                 f": {FIXES[worst]}" if worst in FIXES else ""
             )
         tokens, supervised = self.total("tokens"), self.total("supervised_tokens")
-        if enough and tokens and supervised > 0.999 * tokens:
+        if enough and tokens and tokens - supervised <= self.total("rows"):  # a prompt is more than one token
             return (
                 f"{supervised} of {tokens} tokens are supervised, so prompts would be trained on as if the target had "
                 "written them: check the chat template or the text separator"
