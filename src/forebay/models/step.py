@@ -8,6 +8,7 @@ Called by `stages.train`, the guard and `bench.drafter`.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Protocol
@@ -52,19 +53,25 @@ class Borrowed:
     embed_scale: float = 1.0
 
     @classmethod
-    def of(cls, target: Any, dtype: torch.dtype, kept: Tensor | None = None) -> Borrowed:
-        """From a loaded `models.target.Target`. `kept`: token ids of a shortlist or a reduced draft vocabulary."""
-        facts = target.facts
+    def of(
+        cls, target: Any, dtype: torch.dtype, kept: Tensor | None = None, device: str | torch.device | None = None
+    ) -> Borrowed:
+        """From a loaded `models.target.Target`, copied where it is on another device than `device`.
+
+        `kept`: token ids of a shortlist or a reduced draft vocabulary.
+        """
+        facts, device, bias = target.facts, torch.device(device or target.device), target.head_bias
+        same = device == target.device
         head = FrozenHead.build(
-            target.head_weight,
+            target.head_weight.detach().to(device),
             dtype,
             kept,
             scale=facts.logit_scale,
             softcap=facts.logit_softcap,
-            bias=target.head_bias,
-            norm=target.final_norm,
+            bias=None if bias is None else bias.detach().to(device),
+            norm=target.final_norm if same else copy.deepcopy(target.final_norm).to(device),
         )
-        return cls(target.embed_weight.detach(), head, facts.embed_scale)
+        return cls(target.embed_weight.detach().to(device), head, facts.embed_scale)
 
 
 class _Item:

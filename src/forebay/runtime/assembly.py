@@ -22,7 +22,6 @@ from forebay.models.checks import self_test
 from forebay.models.drafter import Drafter
 from forebay.models.init import init_from_target, init_random
 from forebay.models.load import DTYPES, auto_dtype, load_tokenizer
-from forebay.models.loss import FrozenHead
 from forebay.models.mask_token import choose_mask_token, token_counts
 from forebay.models.spec import drafter_spec
 from forebay.models.step import Borrowed
@@ -129,7 +128,7 @@ class Assembly:
         for device in devices:
             module = Drafter(self.spec)
             module.load_state_dict(lead.state_dict())
-            borrowed = self.borrowed(device, self.dtype, kept)
+            borrowed = Borrowed.of(self.target, self.dtype, kept, device)
             replicas.append(DrafterReplica(module.to(device), borrowed, config.loss, self.dtype))
         self.replicas = replicas
 
@@ -144,14 +143,6 @@ class Assembly:
             lines = "\n  ".join(f"{k}: there {a}, here {b}" for k, (a, b) in differing.items())
             raise ConfigError(f"drafter.init_from {folder} is another drafter:\n  {lines}\nset the fields alike")
         return stored.tensors
-
-    def borrowed(self, device: str, dtype: torch.dtype, kept: torch.Tensor | None) -> Borrowed:
-        """What a replica borrows of the target: embedding and head on its device, the head narrowed to `kept`."""
-        facts, target = self.target.facts, self.target
-        norm = target.final_norm if self.config.loss.needs_last_hidden else None
-        weight = target.head_weight.detach().to(device)
-        head = FrozenHead.build(weight, dtype, kept, facts.logit_scale, facts.logit_softcap, norm)
-        return Borrowed(target.embed_weight.detach().to(device), head, facts.embed_scale)
 
     @property
     def contract(self) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from forebay.decode.serve import Generation
 from forebay.decode.target_side import TargetSide
 from forebay.io.formats import zlab
 from forebay.models.load import cast
+from forebay.models.step import Borrowed
 from forebay.models.walk import Walk
 from forebay.observe.clock import WorkerClock
 from forebay.observe.metrics import MetricsLog
@@ -65,8 +66,9 @@ class HeldOut:
         lead = self.models.lead
         with self._target_as(torch.float32) as model:
             served = self.served(torch.float32)
-            device = str(next(lead.parameters()).device)
-            walk = Walk(self.models.target, lead, self.models.borrowed(device, torch.float32, lead.kept))
+            device = next(lead.parameters()).device
+            borrowed = Borrowed.of(self.models.target, torch.float32, lead.kept, device)
+            walk = Walk(self.models.target, lead, borrowed)
             side = TargetSide(model, served.layer_ids)
             report = guard(generations[:count], walk, target=side, drafter=served)
         self.log.write("guard", step, report.to_dict())

@@ -164,8 +164,9 @@ class TrainingRun:
                 with self.in_use[number](unseen):
                     echo = capture(batch, slot.features, slot.last_hidden)
                 name = f"epoch {batch.job.epoch} job {batch.job.id}"
+                width, layers = target.feature_width, len(target.layer_ids)
                 previous = check_states(
-                    batch, slot.features, echo, width=target.feature_width, previous=previous, name=name
+                    batch, slot.features, echo, width=width, layers=layers, previous=previous, name=name
                 )
             except BaseException:
                 self.pool.release(slot)
