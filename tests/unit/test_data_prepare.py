@@ -128,7 +128,7 @@ def test_a_store_in_which_everything_is_supervised_is_refused(tmp_path, tokenize
     with pytest.raises(DataError, match="tokens are supervised"):
         run(path, tmp_path / "s", tokenizer, text_separator="<eos>")
     path = write_jsonl(tmp_path / "b.jsonl", [talk(1, "one two three four " * 2000)])
-    assert run(path, tmp_path / "t", tokenizer, max_length=100_000)["supervised_share"] > 0.999
+    assert run(path, tmp_path / "t", tokenizer, max_length=100_000)["supervised_share"] > 0.99
 
 
 def test_template_arguments_recorded_by_regenerate_are_used_and_checked(tmp_path, tokenizer):
