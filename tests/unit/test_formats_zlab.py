@@ -13,12 +13,12 @@ from safetensors.torch import load_file, save_file
 
 from drafters import zlab_config, zlab_tensors
 from forebay.decode.drafter import ServedDrafter
-from forebay.errors import ContractError, UsageError
+from forebay.errors import ContractError, ForebayError, UsageError
 from forebay.io.formats.folder import StoredDrafter
 from forebay.io.formats.zlab import read_zlab, write_zlab, zlab_spec
 from forebay.io.formats.zlab import zlab_config as written_config
 from forebay.models.drafter import rope_table
-from forebay.models.spec import drafter_rope
+from forebay.models.spec import DrafterSpec, drafter_rope
 
 GOLDEN_KEYS = sorted(
     ["fc.weight", "hidden_norm.weight", "norm.weight"]
@@ -210,7 +210,7 @@ def without(config: dict[str, Any], *names: str) -> dict[str, Any]:
         (GOLDEN_CONFIG | {"is_causal": True}, "is_causal is True but dflash_config says causal False"),
         (
             GOLDEN_CONFIG | {"rope_theta": None, "rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}},
-            "no rope of type 'yarn'",
+            "no rope of type 'yarn' is computed",
         ),
         (
             GOLDEN_CONFIG | {"rope_theta": None, "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
@@ -310,3 +310,40 @@ def test_the_served_rope_is_the_trained_one_to_the_bit(tmp_path: Path, target: d
     served_cos, served_sin = ServedDrafter.from_folder(folder).rope(torch.zeros(1), positions[None])
     half = drafter.spec.head_dim // 2
     assert torch.equal(served_cos[0, :, :half], cos[:, 0]) and torch.equal(served_sin[0, :, :half], sin[:, 0])
+
+
+def leaves(config: dict[str, Any], path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    """Every field of a configuration, nested ones too."""
+    found = []
+    for name, value in config.items():
+        found.append((*path, name))
+        if isinstance(value, dict):
+            found += leaves(value, (*path, name))
+    return found
+
+
+ODD: list[Any] = [None, "x", "4", -1, 0, 1.5, True, [], [None], ["x"], {}, {"x": 1}, float("nan"), float("inf"), 10**6]
+
+
+@pytest.mark.parametrize("layout", ["zlab", "speculators"])
+def test_any_odd_value_in_any_field_is_refused_or_understood_but_never_breaks(layout: str) -> None:
+    """What a person edits by hand: each field of both layouts with each odd value gives a spec or a ForebayError."""
+    from test_formats_speculators import GOLDEN_CONFIG as SPECULATORS
+
+    from forebay.io.formats.speculators import speculators_spec, verifier_of
+
+    golden, read = (GOLDEN_CONFIG, zlab_spec) if layout == "zlab" else (SPECULATORS, speculators_spec)
+    refused = 0
+    for path in leaves(golden):
+        for odd in ODD:
+            config = json.loads(json.dumps(golden))
+            place = config
+            for name in path[:-1]:
+                place = place[name]
+            place[path[-1]] = odd
+            try:
+                assert isinstance(read(config, "float32"), DrafterSpec)
+                verifier_of(config)
+            except ForebayError:
+                refused += 1
+    assert refused > 200

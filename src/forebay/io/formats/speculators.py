@@ -142,6 +142,8 @@ def speculators_spec(
         raise ContractError(f"{where} has no aux_hidden_state_layer_ids: write the values the drafter was trained with")
     if not isinstance(layer, Mapping):
         raise ContractError(f"{where} has no transformer_layer_config")
+    if not isinstance(ids, list | tuple) or not all(isinstance(i, int) for i in ids):
+        raise ContractError(f"{where}: aux_hidden_state_layer_ids is {ids!r}, it must be a list of layer numbers")
     if min(ids) < 1:
         raise ContractError(
             f"{where}: aux_hidden_state_layer_ids {list(ids)} includes 0, the embedding: a drafter captures layers, 1.."
@@ -152,14 +154,15 @@ def speculators_spec(
             f"{where} does not say how many layers its target has: give the target (--target DIR), whose layer ids "
             "are then checked"
         )
-    _check_method(config, where)
-    vocabulary = config.get("draft_vocab_size")
+    vocabulary, non_causal = config.get("draft_vocab_size"), config.get("sliding_window_non_causal") or False
+    if not isinstance(non_causal, bool):
+        raise ContractError(f"{where}: sliding_window_non_causal is {non_causal!r}, it must be true or false")
     dflash: dict[str, Any] = {
         "mask_token_id": config.get("mask_token_id"),
         "target_layer_ids": [i - 1 for i in ids],
         "causal": False,
-        "sample_from_anchor": bool(config.get("sample_from_anchor", False)),
-        "sliding_causal": not config.get("sliding_window_non_causal", False),
+        "sample_from_anchor": config.get("sample_from_anchor") or False,
+        "sliding_causal": not non_causal,
         # The package's own trainer measures windows from the anchor and does not store it.
         "window_from": config.get("window_from", "anchor"),
     }
@@ -172,21 +175,26 @@ def speculators_spec(
         "dflash_config": dflash,
     }
     spec = zlab_spec(like_zlab, dtype, where)
+    _check_method(config, spec, where)
     return spec if "sliding_attention" in spec.layer_types else replace(spec, window_from="query", sliding_causal=True)
 
 
-def _check_method(config: Mapping[str, Any], where: str) -> None:
+def _check_method(config: Mapping[str, Any], spec: DrafterSpec, where: str) -> None:
     """The number of tokens that the folder tells engines must follow from its block size and slot convention (C93)."""
     given = config.get("speculators_config") or {}
+    methods = given.get("proposal_methods") or [] if isinstance(given, Mapping) else None
+    if not isinstance(methods, list) or not all(isinstance(m, Mapping) for m in methods):
+        raise ContractError(f"{where}: speculators_config is {given!r}, it must name a verifier and proposal methods")
+    verifier = given.get("verifier") or {}
+    if not isinstance(verifier, Mapping) or not isinstance(verifier.get("architectures") or [], list):
+        raise ContractError(f"{where}: speculators_config.verifier is {verifier!r}, it must name the target")
     if given.get("algorithm") not in (None, "dflash"):
         raise ContractError(f"{where}: algorithm '{given['algorithm']}', this reads dflash")
-    expected = config.get("block_size", 0) - (0 if config.get("sample_from_anchor") else 1)
-    for method in given.get("proposal_methods") or []:
-        if method.get("speculative_tokens") != expected:
+    for method in methods:
+        if method.get("speculative_tokens") != spec.scored_slots:
             raise ContractError(
-                f"{where}: speculative_tokens {method.get('speculative_tokens')} but block_size "
-                f"{config.get('block_size')} with sample_from_anchor {bool(config.get('sample_from_anchor'))} drafts "
-                f"{expected}"
+                f"{where}: speculative_tokens {method.get('speculative_tokens')} but block_size {spec.block_size} with "
+                f"sample_from_anchor {spec.sample_from_anchor} drafts {spec.scored_slots}"
             )
 
 

@@ -8,6 +8,7 @@ must be there. Called by `api` and `decode.check`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -59,6 +60,16 @@ INERT = {
     *("output_attentions", "return_dict", "chunk_size_feed_forward", "tokenizer_class"),
 }
 KNOWN = MEANING | INERT | set(FIXED)
+
+WHOLE = {
+    *("num_hidden_layers", "num_target_layers", "hidden_size", "target_hidden_size", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "intermediate_size", "vocab_size", "draft_vocab_size", "block_size"),
+    *("sliding_window", "max_position_embeddings"),
+}
+YES_OR_NO = {"use_sliding_window", "is_causal", "causal", "sample_from_anchor", "sliding_causal"}
+POSITIVE = {"rms_norm_eps", "rope_theta", "input_embedding_scale"}
+LISTS = {"layer_types": ("full_attention", "sliding_attention"), "target_layer_ids": None}
+MAPPINGS = {"dflash_config", "rope_parameters", "rope_scaling"}
 
 
 def zlab_config(spec: DrafterSpec, extras: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -121,7 +132,9 @@ def zlab_config(spec: DrafterSpec, extras: Mapping[str, Any] | None = None) -> d
 
 def zlab_spec(config: Mapping[str, Any], dtype: str, where: str = "config.json") -> DrafterSpec:
     """The spec that a z-lab configuration describes. ContractError: something is missing, unknown or unsupported."""
+    _check_kinds(config, where)
     dflash = dict(config.get("dflash_config") or {})
+    _check_kinds(dflash, where, "dflash_config.")
     _check_fields(config, dflash, where)
     block_size = dflash.get("block_size", config.get("block_size"))
     needed = {
@@ -151,6 +164,9 @@ def zlab_spec(config: Mapping[str, Any], dtype: str, where: str = "config.json")
         )
     causal, sliding_causal = _causality(config, dflash, sliding, where)
     heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    if head_dim % 2 or head_dim < 2:
+        raise ContractError(f"{where}: head_dim {head_dim} must be even: rope turns pairs of channels")
     try:
         return DrafterSpec(
             hidden_size=config["hidden_size"],
@@ -158,7 +174,7 @@ def zlab_spec(config: Mapping[str, Any], dtype: str, where: str = "config.json")
             layers=config["num_hidden_layers"],
             heads=heads,
             kv_heads=config["num_key_value_heads"],
-            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+            head_dim=head_dim,
             intermediate_size=config["intermediate_size"],
             vocab_size=config["vocab_size"],
             block_size=block_size,
@@ -179,6 +195,40 @@ def zlab_spec(config: Mapping[str, Any], dtype: str, where: str = "config.json")
         )
     except ConfigError as error:
         raise ContractError(f"{where}: {error}") from None
+
+
+def _positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+def _check_kinds(fields: Mapping[str, Any], where: str, under: str = "") -> None:
+    """Every field that is there is of its kind: a string for a number would fail later, and elsewhere."""
+
+    def whole(value: Any, least: int) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+    for name, value in fields.items():
+        if value is None:
+            continue
+        kind = None
+        if name in WHOLE and not whole(value, 1):
+            kind = "a positive whole number"
+        elif name == "mask_token_id" and not whole(value, 0):
+            kind = "a token id"
+        elif name in YES_OR_NO and not isinstance(value, bool):
+            kind = "true or false"
+        elif name in POSITIVE and not _positive(value):
+            kind = "a positive number"
+        elif name in MAPPINGS and not isinstance(value, Mapping):
+            kind = "a mapping"
+        elif name in LISTS:
+            words = LISTS[name]
+            good = isinstance(value, list | tuple) and all(v in words if words else whole(v, 0) for v in value)
+            kind = None if good else f"a list of {' or '.join(words)}" if words else "a list of layer numbers"
+        elif name == "window_from" and value not in ("query", "anchor"):
+            kind = "query or anchor"
+        if kind is not None:
+            raise ContractError(f"{where}: {under}{name} is {value!r}, it must be {kind}")
 
 
 def _check_fields(config: Mapping[str, Any], dflash: Mapping[str, Any], where: str) -> None:
@@ -219,7 +269,7 @@ def _causality(config: Mapping[str, Any], dflash: Mapping[str, Any], sliding: bo
 def read_rope(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Rope of a configuration in either spelling; both must agree where both are there."""
     new = config.get("rope_parameters")
-    old = None
+    old: dict[str, Any] | None = None
     if config.get("rope_theta") is not None:
         scaling = dict(config.get("rope_scaling") or {})
         kind = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
@@ -231,10 +281,16 @@ def read_rope(config: Mapping[str, Any], where: str) -> dict[str, Any]:
         )
     rope = {"rope_type": "default", **new} if new is not None else old
     assert rope is not None
+    if not isinstance(rope["rope_type"], str) or rope["rope_type"] not in ROPE_FIELDS:
+        raise ContractError(
+            f"{where}: no rope of type {rope['rope_type']!r} is computed here, only {', '.join(ROPE_FIELDS)}"
+        )
     if new is not None and old is not None and rope != old:
         raise ContractError(f"{where}: rope_parameters {new} and rope_theta/rope_scaling {old} disagree")
-    known = {"rope_type", "rope_theta", *ROPE_FIELDS.get(rope["rope_type"], ())}
+    known = ("rope_type", "rope_theta", *ROPE_FIELDS[rope["rope_type"]])
     for name, value in rope.items():
+        if name in known and name != "rope_type" and value is not None and not _positive(value):
+            raise ContractError(f"{where}: rope field {name} is {value!r}, it must be a positive number")
         if name not in known and value is not None:
             raise ContractError(
                 f"{where}: rope field '{name}' of rope_type '{rope['rope_type']}' is not one the drafter computes with"
@@ -242,12 +298,7 @@ def read_rope(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     for name in known:
         if rope.get(name) is None:
             raise ContractError(f"{where}: rope_type '{rope['rope_type']}' needs the field {name}")
-    return (
-        {"rope_type": rope["rope_type"], "rope_theta": float(rope["rope_theta"])}
-        | {name: rope[name] for name in ROPE_FIELDS[rope["rope_type"]]}
-        if rope["rope_type"] in ROPE_FIELDS
-        else dict(rope)
-    )
+    return {name: float(rope[name]) if name == "rope_theta" else rope[name] for name in known}
 
 
 def read_zlab(folder: str | Path) -> StoredDrafter:
