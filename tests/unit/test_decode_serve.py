@@ -233,6 +233,12 @@ def test_evaluation_finds_the_output_identical_and_measures_both_speeds() -> Non
     assert {"accept_length", "acceptance_by_position", "rounds", "prompts", "near_ties"} <= set(report.to_dict())
 
 
+def test_texts_longer_than_the_drafter_was_trained_on_are_said() -> None:
+    """C24's serving half."""
+    report, _ = evaluate(tiny_target(), random_drafter(max_position_embeddings=12), [[5] * 8], max_new_tokens=6)
+    assert report.notes == ["texts of up to 14 tokens, but the drafter was trained on at most 12"]
+
+
 def test_speed_counts_the_same_tokens_for_both_ways() -> None:
     slow, fast = measure_speed(tiny_target(), random_drafter(), prompts(2), max_new_tokens=4)
     assert slow > 0 and fast > 0

@@ -47,6 +47,7 @@ class Report:
     target_tokens_per_s: float | None = None
     speculative_tokens_per_s: float | None = None
     seconds: float = 0.0
+    notes: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able, with the keys of `forebay eval --json`."""
@@ -97,6 +98,9 @@ def evaluate(
         progress=progress,
     )
     report = summarize(generations, drafter.drafts_per_round, temperature)
+    trained, longest = drafter.config.get("max_position_embeddings"), max(map(len, prompts)) + max_new_tokens
+    if trained and longest > trained:
+        report.notes.append(f"texts of up to {longest} tokens, but the drafter was trained on at most {trained}")
     if reference and temperature == 0 and target.dtype in (torch.float32, torch.float64):
         expected = greedy_reference(model, prompts, max_new_tokens=max_new_tokens, eos=eos, batch_size=batch_size)
         report.differing = compare(target, generations, expected)
