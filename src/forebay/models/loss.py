@@ -25,8 +25,9 @@ from forebay.models.matmul import fast, times_transposed
 #: Smoothing of D-PACE confidences when the configuration does not say.
 DPACE_ALPHA = 0.5
 
-#: Most bytes of one chunk's logits: larger ones fall out of the caches and out of the allocator's pools.
-CHUNK_BYTES = 8 * 2**20
+#: Most bytes of a chunk of logits in the compute dtype. Products of few rows are slow, above all in bf16; larger ones
+#: fall out of the caches and of the allocator's pools.
+CHUNK_BYTES = 12 * 2**20
 
 
 @dataclass(frozen=True)
@@ -154,14 +155,18 @@ class SlotLosses(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """hidden [S, H], labels [S] token ids, last [S, H] the target's last hidden state for each slot."""
         count = len(hidden)
-        chunk = min(chunk, max(16, CHUNK_BYTES // (4 * len(head.rows))))
+        most = min(chunk, max(16, CHUNK_BYTES // (hidden.element_size() * len(head.rows))))
+        chunk = -(-count // -(-count // most)) if count else most  # even chunks
         exact = torch.promote_types(hidden.dtype, torch.float32)
         losses, confidence = (torch.empty(count, dtype=exact, device=hidden.device) for _ in range(2))
         hits = torch.empty(count, dtype=torch.bool, device=hidden.device)
         slopes = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        wide = None if hidden.dtype == exact else hidden.new_empty(chunk, len(head.rows), dtype=exact)
         for begin in range(0, count, chunk):
             part = slice(begin, min(begin + chunk, count))
-            logits = head.logits(hidden[part]).to(exact)
+            logits = head.logits(hidden[part])
+            if wide is not None:
+                logits = wide[: len(logits)].copy_(logits)
             bent = None if head.softcap is None or slopes is None else 1 - (logits / head.softcap) ** 2
             wanted = labels[part]
             target = None
