@@ -23,10 +23,10 @@ def row(number):
 
 @pytest.fixture(scope="session")
 def world(tmp_path_factory):
-    """Folder with `target/` (T0) and `store/` (120 rows, 6 held out)."""
+    """Folder with `target/` (T0) and `store/` (72 rows, 6 held out)."""
     folder = tmp_path_factory.mktemp("world")
     tiny.save_tiny_target(folder / "target")
-    for name, numbers in (("train", range(120)), ("heldout", range(1000, 1006))):
+    for name, numbers in (("train", range(72)), ("heldout", range(1000, 1006))):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row(i)) + "\n" for i in numbers))
     api.prepare(
         [folder / "train.jsonl"],
@@ -41,7 +41,7 @@ def world(tmp_path_factory):
 
 @pytest.fixture
 def configuration(world, tmp_path):
-    """`configuration(buffer={...})`: a run in a fresh folder, two epochs of about 30 jobs."""
+    """`configuration(buffer={...})`: a run in a fresh folder, two epochs of about 18 jobs."""
 
     def make(run="run", **sections):
         values = {
