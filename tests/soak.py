@@ -81,7 +81,7 @@ def run_config(world: Path, run_dir: Path, **sections: Any) -> config.RunConfig:
         "drafter": {"layers": 1, "block_size": 4, "intermediate_size": 64},
         "plan": {"token_budget": 256},
         "buffer": {"min_fill": 4, "bytes": BUDGET, "draw": "planned"},
-        "optim": {"epochs": 3, "window": 4, "lr": 1e-3},
+        "optim": {"epochs": 2, "window": 4, "lr": 1e-3},
         "eval": {"prompts": 2, "max_new_tokens": 8, "at_start": False},
         "checkpoint": {"every_steps": 2},
         "runtime": {"threads": 1},
@@ -425,6 +425,14 @@ class Soak:
         }
 
 
+def warm() -> None:
+    """What every life would import and build, once, before the first fork. No tensor is made."""
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+    from transformers.models.qwen3 import modeling_qwen3, tokenization_qwen2  # noqa: F401
+
+    get_checkpoint_conversion_mapping("qwen3")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--kills", type=int, default=200)
@@ -437,6 +445,8 @@ def main() -> int:
     with contextlib.ExitStack() as stack:
         folder = Path(given.keep or stack.enter_context(tempfile.TemporaryDirectory(prefix="forebay-soak-")))
         folder.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(ImportError, AttributeError):  # other versions of transformers: only slower
+            warm()
         assert len(os.listdir("/proc/self/task")) == 1, "forking is safe from one thread only"
         world = Life(lambda shared: make_world(folder / "world") or {"made": True}, folder / "world.log")
         assert world.wait() and world.result, (folder / "world.log").read_text()

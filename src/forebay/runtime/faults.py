@@ -2,9 +2,9 @@
 
 Guarantees: whether a fault strikes is decided in one place (`strikes`), from counters alone. A fault strikes `times`
 times over all lives of a run: each strike is on disk (`faults.jsonl` in the run's folder) before it acts, so that a run
-killed by one and resumed is not killed by it again. What strikes is real: the process gets the signal, the thread
-sleeps, the states are wrong. The user's token store is never touched; a copy is cut. A run without faults installs no
-hook and pays nothing. Called by `runtime.training` and `runtime.cluster`.
+killed by one and resumed is not killed by it again (two that are alike count together). What strikes is real: the
+process gets the signal, the thread sleeps, the states are wrong. The user's token store is never touched: a copy of
+it is cut. A run without faults installs no hook and pays nothing. Called by `runtime.training`.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ class Faults:
     def __init__(self, planted: Sequence[Fault], folder: Path, step: Callable[[], int]) -> None:
         self.planted, self._file, self._step = tuple(planted), folder / LOG, step
         self._lock = threading.Lock()
-        self._struck: Counter[int] = Counter()
+        self._names = [fault.model_dump_json(exclude_defaults=True) for fault in self.planted]
+        self._struck: Counter[str] = Counter()
         self._copy: tempfile.TemporaryDirectory[str] | None = None
         if self.planted and self._file.is_file():
             self._struck.update(line["fault"] for line in struck(folder))
@@ -146,11 +147,11 @@ class Faults:
     def _due(self, kinds: frozenset[str], where: str, about: dict[str, Any]) -> Fault | None:
         moment = Moment(where, **{"step": self._step(), **about})
         with self._lock:
-            for number, fault in enumerate(self.planted):
-                if fault.kind in kinds and strikes(fault, moment, self._struck[number]):
-                    self._struck[number] += 1
+            for name, fault in zip(self._names, self.planted, strict=True):
+                if fault.kind in kinds and strikes(fault, moment, self._struck[name]):
+                    self._struck[name] += 1
                     self._file.parent.mkdir(parents=True, exist_ok=True)
-                    line = {"fault": number, "kind": fault.kind, **vars(moment)}
+                    line = {"fault": name, "kind": fault.kind, **vars(moment)}
                     with open(self._file, "a", encoding="utf-8") as file:
                         file.write(json.dumps(line) + "\n")
                     return fault

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,7 +12,11 @@ import torch
 from forebay import config
 from forebay.config import Fault
 from forebay.errors import ConfigError, TargetError
+from forebay.io import checkpoint
+from forebay.io.checkpoint import Checkpoints, Snapshot
 from forebay.models.checks import check_states
+from forebay.observe import metrics
+from forebay.observe.metrics import MetricsLog
 from forebay.runtime.faults import OF_STATES, Faults, Moment, PlantedError, strikes, struck
 
 WIDTH = 8
@@ -145,3 +150,49 @@ def test_a_shard_is_cut_in_a_copy_and_never_in_the_users_store(tmp_path):
 def test_a_fault_that_cannot_strike_is_refused(fault, message):
     with pytest.raises(ConfigError, match=message):
         config.from_dict({"run_dir": "r", "target": {"model": "m"}, "data": {"store": "s"}, "faults": [fault]})
+
+
+def test_a_checkpoint_in_the_background_is_of_its_step_boundary_whatever_training_does_meanwhile(tmp_path):
+    """What the writer thread writes later is what was handed over: texts at once, tensors as the snapshot's own."""
+    go_on, evals = threading.Event(), [{"accept_length": 2.0}]
+    saves = Checkpoints(tmp_path, before_file=lambda name: go_on.wait(20))
+    state = {"step": 1, "evals": evals, "flow": {"epochs": [{"attempts": {}}]}}
+    saves.save(Snapshot(1, {"w": torch.ones(2)}, {}, state, {"mask_token_id": 3}))
+    assert saves.writing == 1
+    evals.append({"accept_length": 3.0})
+    state["flow"]["epochs"][0]["attempts"]["7"] = 1
+    go_on.set()
+    saves.finish()
+    found = checkpoint.load(saves.latest())
+    assert found.state == {"step": 1, "evals": [{"accept_length": 2.0}], "flow": {"epochs": [{"attempts": {}}]}}
+    assert saves.writing is None
+
+
+def test_a_kill_between_the_marker_and_best_json_loses_no_best(tmp_path):
+    """The best is found from the checkpoints' own markers; `best.json` is for readers."""
+    saves = Checkpoints(tmp_path, keep_last=1, background=False)
+    saves.save(Snapshot(1, {"w": torch.ones(2)}, {}, {"step": 1}, {}), 3.5)
+    (tmp_path / "best.json").unlink()
+    again = Checkpoints(tmp_path, keep_last=1, background=False)
+    again.latest()
+    assert again.best == (1, 3.5)
+    for step in (2, 3):
+        again.save(Snapshot(step, {"w": torch.ones(2)}, {}, {"step": step}, {}), 3.0)
+    assert [path.name[-1] for path in again.whole()] == ["1", "3"]
+
+
+def test_metrics_are_cut_to_the_checkpoint_and_what_is_cut_is_kept_elsewhere(tmp_path):
+    """No step is in the history of the weights twice; half a line from a kill is dropped."""
+    file = tmp_path / "metrics.jsonl"
+    log = MetricsLog(file)
+    log.write("step", 1, {"loss": 2.0})
+    size = log.size
+    log.write("step", 2, {"loss": 1.0})
+    log.close()
+    with open(file, "a") as cut:
+        cut.write('{"kind": "st')
+    log = MetricsLog(file, size=size)
+    log.write("step", 2, {"loss": 1.5})
+    log.close()
+    assert [(line["step"], line["loss"]) for line in metrics.read(file)] == [(1, 2.0), (2, 1.5)]
+    assert [(line["step"], line["loss"]) for line in metrics.read(tmp_path / "metrics-cut.jsonl")] == [(2, 1.0)]

@@ -1,0 +1,200 @@
+"""Faults planted in real runs on a tiny target: each run ends complete, or with one cause and a way to go on."""
+
+import gc
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from test_training import equal, masters, trained_rows
+
+from forebay import api, cli, config
+from forebay.errors import ForebayError, PoisonError
+from forebay.io.checkpoint import Checkpoints
+from forebay.observe import metrics
+from forebay.runtime import faults, training
+from forebay.runtime.training import TrainingRun
+
+ROWS = 120
+
+
+def whole(run_dir, epochs):
+    return trained_rows(run_dir) == {(epoch, row): 1 for epoch in range(epochs) for row in range(ROWS)}
+
+
+def steps(run_dir):
+    return [line["step"] for line in metrics.read(Path(run_dir, "metrics.jsonl"), "step")]
+
+
+def handles():
+    gc.collect()
+    return threading.active_count(), len(os.listdir("/proc/self/fd")), os.listdir("/dev/shm")
+
+
+def test_wrong_states_of_every_kind_are_refused_tried_again_and_nothing_is_lost_or_left(configuration):
+    """C50 to C56 in a run; the slots come back, and no thread or file stays."""
+    kinds = ("raise", "nan", "zeros", "swap", "repeat", "short")
+    planted = [{"kind": kind, "job": number + 2, "epoch": 0} for number, kind in enumerate(kinds)]
+    run = configuration(faults=planted, optim={"epochs": 1})
+    before = handles()
+    one = TrainingRun(run, quiet=True)
+    summary = one.run()
+    assert summary["finished"] and summary["jobs_quarantined"] == 0 and whole(run.run_dir, 1)
+    assert [line["kind"] for line in faults.struck(run.run_dir)] == list(kinds)
+    for number, said in enumerate(
+        ("planted error", "not finite", "all states equal 0", "swapped", "copy of the item before", "cut the job")
+    ):
+        assert any(f"job {number + 2} attempt 0" in line and said in line for line in summary["failures"])
+    assert one.pool.made == one.pool.free and summary["peak_bytes"] <= run.buffer.bytes
+    del one
+    assert handles() == before
+
+
+def test_a_hung_target_loses_its_job_to_another_and_its_late_answer_is_refused(configuration):
+    """F24 with a real hang: the slot of the hung attempt is accounted for, and given back with the late answer."""
+    hang = {"kind": "hang", "job": 4, "epoch": 0, "seconds": 1.0}
+    run = configuration(faults=[hang], runtime={"targets": ["cpu", "cpu"], "lease_s": 0.3})
+    one = TrainingRun(run, quiet=True)
+    summary = one.run()
+    assert summary["finished"] and whole(run.run_dir, 2)
+    counters = one.coordinator.counters
+    assert counters["expired"] >= 1 and counters["stale_puts"] >= 1 and one.coordinator.hung == []
+    assert one.pool.made == one.pool.free and one.coordinator.admission.charged == 0
+    assert any("silent past its lease" in line for line in summary["failures"])
+
+
+def test_a_stop_by_signal_in_every_phase_goes_on_to_the_same_weights(configuration):
+    """C78: SIGTERM while preparing, extracting, training, writing a checkpoint and evaluating; planned draws."""
+    straight = configuration("straight", buffer={"draw": "planned"})
+    api.train(straight, quiet=True)
+    run = configuration(buffer={"draw": "planned"})
+    places = [
+        {"where": "prefetch", "epoch": 0, "job": 9},
+        {"where": "extract", "epoch": 0, "job": 20},
+        {"where": "train", "step": 6},
+        {"where": "eval"},
+        {"where": "checkpoint", "step": 12, "file": "rename"},
+    ]
+    at = []
+    for number, place in enumerate(places):
+        fault = f"faults={json.dumps([{'kind': 'sigterm', **place}])}"
+        if number:
+            summary = api.resume(run.run_dir, [fault], quiet=True)
+        else:
+            summary = api.train(
+                config.from_dict({**run.model_dump(), "faults": [{"kind": "sigterm", **place}]}), quiet=True
+            )
+        assert not summary["finished"] and len(faults.struck(run.run_dir)) == number + 1
+        at.append(summary["steps"])
+    assert at == sorted(at)
+    assert api.resume(run.run_dir, ["faults=[]"], quiet=True)["finished"]
+    assert whole(run.run_dir, 2) and equal(masters(run.run_dir), masters(straight.run_dir))
+    assert steps(run.run_dir) == steps(straight.run_dir)
+
+
+def test_a_full_disk_stops_the_run_and_a_resume_takes_the_lost_steps_again(configuration):
+    """C84: the previous checkpoint is whole; the history of the weights has every step once."""
+    run = configuration(faults=[{"kind": "disk_full", "step": 6, "file": "optimizer.safetensors"}])
+    with pytest.raises(
+        ForebayError, match=r"disk full at .*free space.*\nresume with: forebay train --resume"
+    ) as error:
+        api.train(run, quiet=True)
+    assert str(error.value).endswith(run.run_dir)
+    assert Checkpoints(Path(run.run_dir, "checkpoints")).latest().name == "step-00000003"
+    api.resume(run.run_dir, quiet=True)
+    assert whole(run.run_dir, 2)
+    taken = steps(run.run_dir)
+    assert taken == list(range(1, len(taken) + 1))
+    cut = [line["step"] for line in metrics.read(Path(run.run_dir, "metrics-cut.jsonl"), "step")]
+    assert cut[:3] == [4, 5, 6]
+
+
+def test_a_shard_cut_under_a_running_run_is_named_and_not_a_bus_error(configuration):
+    run = configuration(faults=[{"kind": "truncate_shard", "job": 10}], optim={"epochs": 1})
+    with pytest.raises(
+        PoisonError, match=r"damaged while the run read it: 00000.tokens has \d+ bytes, the manifest says"
+    ):
+        api.train(run, quiet=True)
+    assert api.resume(run.run_dir, quiet=True)["finished"] and whole(run.run_dir, 1)
+
+
+def test_a_poison_job_ends_the_command_with_the_cause_and_the_resume_command_last(configuration, tmp_path, capfd):
+    """G10."""
+    run = configuration(faults=[{"kind": "raise", "job": 5, "epoch": 0, "times": -1}])
+    (tmp_path / "run.yaml").write_text(config.dump(run))
+    assert cli.main(["train", str(tmp_path / "run.yaml")]) == 1
+    *_, cause, resume = capfd.readouterr().err.strip().splitlines()
+    assert cause.startswith("forebay train: job 5 of epoch 0 failed 3 times") and "PlantedError" in cause
+    assert resume == f"resume with: forebay train --resume {run.run_dir}"
+    summary = api.resume(run.run_dir, ["runtime.on_poison=continue"], quiet=True)
+    assert summary["finished"] and summary["jobs_quarantined"] == 1
+    assert summary["jobs_committed"] == summary["jobs_planned"] - 1
+
+
+def test_a_bug_in_training_is_shown_as_it_is_with_the_resume_command(configuration):
+    run = configuration(faults=[{"kind": "raise", "where": "train", "step": 4}], optim={"epochs": 1})
+    with pytest.raises(RuntimeError, match="PlantedError") as error:
+        api.train(run, quiet=True)
+    assert isinstance(error.value.__cause__, faults.PlantedError)
+    assert error.value.__notes__ == [f"resume with: forebay train --resume {run.run_dir}"]
+
+
+def test_a_stall_is_seen_from_outside_with_who_waits_for_what(configuration, monkeypatch):
+    """`forebay status` while the run stands still, and all stacks in the run's folder."""
+    monkeypatch.setattr(training, "STATUS_S", 0.0)
+    hang = {"kind": "hang", "where": "extract", "job": 6, "epoch": 0, "seconds": 1.5}
+    run = configuration(faults=[hang], runtime={"stall_s": 0.4, "device_sharing": "split"}, optim={"epochs": 1})
+    one, seen = TrainingRun(run, quiet=True), []
+
+    def say(text):
+        if "nothing has moved" in text:
+            seen.append((text, api.status_text(api.status(run.run_dir))))
+
+    one.say = say
+    assert one.run()["finished"]
+    text, status = seen[0]
+    assert "drafter 0 for the buffer to reach its min fill (consumer_wait_fill)" in text
+    assert ": training (" in status and "drafter: busy" in status
+    assert "in _act" in Path(run.run_dir, "stacks.txt").read_text()  # where the planted hang is
+    assert api.status(run.run_dir)["doing"] == "finished"
+
+
+def test_resuming_a_finished_run_changes_nothing(configuration):
+    """Killed while exporting: the run is finished, evaluated once, exported again."""
+    run = configuration(optim={"epochs": 1})
+    api.train(run, quiet=True)
+    weights, log = masters(run.run_dir), Path(run.run_dir, "metrics.jsonl").read_text()
+    (Path(run.run_dir) / "drafter" / "model.safetensors").unlink()
+    assert api.resume(run.run_dir, quiet=True)["finished"]
+    assert equal(weights, masters(run.run_dir)) and Path(run.run_dir, "metrics.jsonl").read_text() == log
+    assert (Path(run.run_dir) / "drafter" / "model.safetensors").is_file()
+
+
+def test_a_snapshot_shares_no_memory_with_what_is_trained(configuration):
+    """The writer in the background never sees a weight or a moment that a later step has changed."""
+    one = TrainingRun(configuration(optim={"epochs": 1}), quiet=True)
+    taken = []
+
+    def checkpoint():
+        taken.append(one.snapshot())
+        taken.append({k: v.clone() for part in (taken[-1].drafter, taken[-1].optimizer) for k, v in part.items()})
+
+    one._checkpoint = checkpoint
+    one.run()
+    first, copy = taken[:2]
+    assert first.optimizer and all(torch.equal(v, copy[k]) for k, v in {**first.drafter, **first.optimizer}.items())
+    assert not all(torch.equal(first.drafter[k], v) for k, v in taken[-1].items() if k in first.drafter)
+
+
+def test_kills_at_random_instants_and_random_faults_lose_nothing():
+    """G1, the short form of `make soak`."""
+    command = [sys.executable, str(Path(__file__).parent.parent / "soak.py"), "--kills", "5", "--faults", "2", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout)
+    assert report["kills"] == 5 and report["faulted_runs"] == 2 and report["weights_identical"]
+    assert [report[key] for key in ("jobs_lost", "jobs_twice", "hung", "budget_exceeded")] == [0, 0, 0, 0]
