@@ -127,7 +127,7 @@ class LossConfig(Section):
             raise ValueError(f"gamma {self.gamma} is ignored with decay '{self.decay}': remove gamma or set decay: exp")
         if self.dpace_alpha is not None and self.decay != "dpace":
             raise ValueError(f"dpace_alpha {self.dpace_alpha} is ignored with decay '{self.decay}': remove it")
-        if self.labels == "target" and "ce" not in self.weights:
+        if self.labels == "target" and not self.weights.get("ce"):
             raise ValueError("labels: target is ignored without a ce loss: remove it or add ce to loss.weights")
         return self
 
@@ -317,6 +317,11 @@ class RunConfig(Section):
         if self.drafter.block_size > self.plan.token_budget:
             raise ValueError(
                 f"block_size {self.drafter.block_size} exceeds token_budget {self.plan.token_budget}: lower the one"
+            )
+        if self.loss.shortlist is not None and self.drafter.draft_vocab_size is not None:
+            raise ValueError(
+                f"loss.shortlist {self.loss.shortlist} is ignored beside drafter.draft_vocab_size "
+                f"{self.drafter.draft_vocab_size}, which narrows the head already: remove one of them"
             )
         return self
 

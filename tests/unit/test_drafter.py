@@ -12,7 +12,7 @@ from drafter_items import CE, HIDDEN, VOCAB, borrowed, drafter, features, gradie
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from forebay.config import DrafterConfig, LossConfig
+from forebay.config import DrafterConfig, LossConfig, from_dict
 from forebay.errors import ConfigError, ContractError
 from forebay.models import loss as loss_module
 from forebay.models import step as step_module
@@ -446,3 +446,21 @@ def test_random_initialisation_is_not_left_to_the_allocator():
             parameter.fill_(float("nan"))
     init_random(made, 0)
     assert all(torch.isfinite(p).all() for p in made.parameters())
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"loss": {"decay": "dpace", "gamma": 2.0}}, "gamma"),
+        ({"loss": {"dpace_alpha": 0.5}}, "dpace_alpha"),
+        ({"loss": {"labels": "target", "weights": {"kl": 1.0}}}, "labels"),
+        ({"loss": {"labels": "target", "weights": {"ce": 0.0, "kl": 1.0}}}, "labels"),
+        ({"loss": {"shortlist": 100}, "drafter": {"draft_vocab_size": 50}}, "shortlist"),
+        ({"drafter": {"sliding_window": 64}}, "sliding_window"),
+        ({"drafter": {"init_target_layers": [1, 2, 3, 4, 5]}}, "init_target_layers"),
+    ],
+)
+def test_an_option_that_would_be_ignored_is_an_error(values, said):
+    """C109."""
+    with pytest.raises(ConfigError, match=said):
+        from_dict({"run_dir": "r", "target": {"model": "m"}, "data": {"store": "s"}} | values)

@@ -8,10 +8,13 @@ process of its own). Called by `api`; imports the model and nothing of a run.
 
 from __future__ import annotations
 
+import argparse
+import json
 import resource
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +23,7 @@ import numpy as np
 import torch
 
 from forebay.config import LossConfig
+from forebay.errors import UsageError
 from forebay.models.drafter import Drafter
 from forebay.models.init import init_random
 from forebay.models.loss import FrozenHead
@@ -49,13 +53,13 @@ def bench_drafter(
         torch.set_num_threads(threads)
     import_all_of_torch()
     before = resident_bytes()
-    compute = getattr(torch, dtype)
+    compute, heads = getattr(torch, dtype), max(1, hidden // 64)
     spec = DrafterSpec(
         hidden_size=hidden,
         target_hidden_size=hidden,
         layers=layers,
-        heads=max(1, hidden // 64),
-        kv_heads=max(1, hidden // 128),
+        heads=heads,
+        kv_heads=next(n for n in range(max(1, hidden // 128), 0, -1) if heads % n == 0),
         head_dim=min(64, hidden),
         intermediate_size=3 * hidden,
         vocab_size=vocab,
@@ -176,3 +180,50 @@ def resident_bytes() -> int:
 def peak_resident_bytes() -> int:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        prog="forebay bench drafter",
+        description="time one training step of a drafter on random data",
+        epilog="example: forebay bench drafter --vocab 32000 --threads 2 --json",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    for name, default, what in (
+        ("hidden", 256, "hidden size"),
+        ("layers", 2, "draft layers"),
+        ("block", 16, "block size"),
+        ("tokens", 512, "context tokens"),
+        ("anchors", 64, "blocks"),
+        ("vocab", 32_000, "rows of the head"),
+        ("steps", 10, "timed steps"),
+    ):
+        p.add_argument(f"--{name}", type=int, default=default, help=what)
+    p.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="compute dtype")
+    p.add_argument("--threads", type=int, help="torch threads (all cores if not given)")
+    p.add_argument("--device", default="cpu", help="cpu or cuda:N")
+    p.add_argument("--seed", type=int, default=0, help="of the data and weights")
+    p.add_argument("--json", action="store_true", help="print one JSON object")
+    return p
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """Run and print. Raises UsageError for numbers that make no measurement."""
+    options = vars(parser().parse_args(argv))
+    as_json = options.pop("json")
+    for name in ("hidden", "layers", "tokens", "anchors", "vocab", "steps"):
+        if options[name] < 1:
+            raise UsageError(f"--{name} {options[name]} must be at least 1")
+    if not 2 <= options["block"] <= options["tokens"]:
+        raise UsageError(f"--block {options['block']} must be from 2 to --tokens {options['tokens']}")
+    figures = bench_drafter(**options)
+    if as_json:
+        print(json.dumps(figures))
+    else:
+        for key, value in figures.items():
+            print(f"{key:28} {value:,.4g}" if isinstance(value, float) else f"{key:28} {value:,}")
+    return figures
+
+
+if __name__ == "__main__":
+    main()
