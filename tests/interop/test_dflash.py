@@ -18,9 +18,10 @@ pytest.importorskip("dflash", reason="the package dflash is not installed here: 
 
 from dflash.model import DFlashDraftModel, build_target_layer_ids
 
-from forebay.decode.check import _dflash, check_drafter
+from forebay.decode.check import check_drafter
 from forebay.decode.drafter import ServedDrafter
 from forebay.decode.guard import drafts_along
+from forebay.decode.peers import run_dflash
 from forebay.decode.serve import serve
 from forebay.decode.target_side import TargetSide
 from forebay.io.formats import StoredDrafter, write_drafter
@@ -73,11 +74,11 @@ def test_the_package_generates_the_same_tokens_in_the_same_rounds(overrides: dic
     model = tiny_target(seed=2)
     walk = train_on_own_text(model, stored.spec, stored.tensors, PROMPT, steps=100)
     stored.tensors = {k: v.detach() for k, v in walk.drafter.state_dict().items()}
-    served = ServedDrafter({**zlab_config(**overrides)}, stored.tensors)
+    served = ServedDrafter.from_stored(stored)  # with the configuration that an export has
     prompts = [PROMPT, PROMPT[:3], [200, 31], [9] * 12]
     out = serve(TargetSide(model, served.layer_ids), served, prompts, max_new_tokens=30, eos_token_ids=(1, 2))
     assert sum(out[0].accepted) / len(out[0].accepted) > 1.5
-    report = _dflash(stored, model, out, 30)
+    report = run_dflash(served, model, out, 30)
     assert report["identical"] is True, report
     assert report["same_tokens"] == 1.0 and report["prompts"] == 4
 
@@ -96,7 +97,8 @@ def test_a_drafter_served_with_other_layer_ids_is_not_identical() -> None:
     stored.tensors = {k: v.detach() for k, v in walk.drafter.state_dict().items()}
     other = ServedDrafter(zlab_config(target_layer_ids=[1, 3, 5]), stored.tensors)
     out = serve(TargetSide(model, other.layer_ids), other, [PROMPT], max_new_tokens=30)
-    assert _dflash(stored, model, out, 30)["identical"] is False
+    right = ServedDrafter(zlab_config(), stored.tensors)
+    assert run_dflash(right, model, out, 30)["identical"] is False
 
 
 def test_default_layer_ids_are_the_packages() -> None:
