@@ -2,6 +2,7 @@
 
 import errno
 import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -10,6 +11,8 @@ import numpy as np
 import pytest
 
 import forebay.data.prepare as module
+from forebay.data import build, chunks
+from forebay.data.build import Build
 from forebay.data.overlap import NGRAM
 from forebay.data.prepare import prepare
 from forebay.data.report import expectations, render
@@ -61,8 +64,10 @@ def test_rows_are_kept_or_counted_by_reason_with_their_rows_and_lines(tmp_path, 
     assert [e["row"] for e in report["dropped_first"]["empty_assistant"]] == [2, 3]
     assert report["dropped_first"]["parse_error"][0]["line"] == 8
     assert json.loads((tmp_path / "s" / "report.json").read_text()) == report
-    with pytest.raises(DataError, match="--strict: 2 empty_assistant, 1 no_assistant"):
-        run(path, tmp_path / "strict", tokenizer, max_length=512, strict=True)
+    for folder in ("strict", "s"):  # a finished store is no way around it
+        with pytest.raises(DataError, match="--strict: 2 empty_assistant, 1 no_assistant"):
+            run(path, tmp_path / folder, tokenizer, max_length=512, strict=True)
+    assert len(TokenStore.open(tmp_path / "s" / "train")) == 2
 
 
 def test_a_row_without_room_for_a_block_is_too_short(tmp_path, tokenizer):
@@ -215,7 +220,7 @@ def test_training_prompts_that_repeat_held_out_ones_are_counted(tmp_path, tokeni
 
 @pytest.mark.parametrize("at_once", [2**22, 7])
 def test_duplicates_are_counted_however_many_passes_it_takes(tmp_path, tokenizer, monkeypatch, at_once):
-    monkeypatch.setattr(module, "ROWS_AT_ONCE", at_once)
+    monkeypatch.setattr(build, "ROWS_AT_ONCE", at_once)
     rows = [R0] * 4 + [talk(i % 20) for i in range(30)]
     report = run(write_jsonl(tmp_path / "a.jsonl", rows), tmp_path / "s", tokenizer, heldout_share=0.3)
     assert (report["kept"], report["duplicates"]) == (34, 13)
@@ -266,7 +271,7 @@ def test_damage_is_named_by_file(tmp_path, tokenizer):
 @pytest.mark.parametrize("fail_at", [1, 5])
 def test_a_full_disk_stops_cleanly_and_the_next_run_goes_on(tmp_path, tokenizer, monkeypatch, fail_at):
     """C97."""
-    monkeypatch.setattr(module, "CHUNK_ROWS", 10)
+    monkeypatch.setattr(chunks, "CHUNK_ROWS", 10)
     path, out = write_jsonl(tmp_path / "a.jsonl", [talk(i) for i in range(100)]), tmp_path / "s"
     run(path, tmp_path / "whole", tokenizer, shard_tokens=500, heldout_share=0.1)
     real, closed = StoreWriter.close_shard, []
@@ -290,11 +295,11 @@ def test_a_full_disk_stops_cleanly_and_the_next_run_goes_on(tmp_path, tokenizer,
 
 @pytest.mark.parametrize("stop_after", [1, 6, 9])
 def test_an_interrupted_run_goes_on_to_the_same_bytes_and_the_same_report(tmp_path, tokenizer, monkeypatch, stop_after):
-    monkeypatch.setattr(module, "CHUNK_ROWS", 10)
+    monkeypatch.setattr(chunks, "CHUNK_ROWS", 10)
     rows = [talk(i) if i % 9 else {"x": i} for i in range(100)]
     path, out = write_jsonl(tmp_path / "a.jsonl", rows), tmp_path / "s"
     whole = run(path, tmp_path / "whole", tokenizer, shard_tokens=400, heldout_share=0.1)
-    real, added = module._Run.add, []
+    real, added = Build.add, []
 
     def killed(self, *args):
         added.append(1)
@@ -302,10 +307,10 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes_and_the_same_report(tmp_pa
             raise KeyboardInterrupt
         real(self, *args)
 
-    monkeypatch.setattr(module._Run, "add", killed)
+    monkeypatch.setattr(Build, "add", killed)
     with pytest.raises(KeyboardInterrupt):
         run(path, out, tokenizer, shard_tokens=400, heldout_share=0.1)
-    monkeypatch.setattr(module._Run, "add", real)
+    monkeypatch.setattr(Build, "add", real)
     report = run(path, out, tokenizer, shard_tokens=400, heldout_share=0.1)
     assert content(out) == content(tmp_path / "whole")
     assert {**report, "seconds": 0} == {**whole, "seconds": 0}
@@ -341,8 +346,8 @@ def test_workers_give_the_same_bytes_and_too_many_are_capped_with_a_notice(tmp_p
     import torch
 
     torch.ones(64, 64) @ torch.ones(64, 64)
-    monkeypatch.setattr(module, "CHUNK_ROWS", 16)
-    monkeypatch.setattr(module.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(chunks, "CHUNK_ROWS", 16)
+    monkeypatch.setattr(chunks.os, "cpu_count", lambda: 2)
     rows = [talk(i) if i % 9 else {"x": i} for i in range(200)]
     path, said = write_jsonl(tmp_path / "a.jsonl", rows), []
     one = run(path, tmp_path / "one", tokenizer, workers=1, heldout_share=0.1)
@@ -354,19 +359,17 @@ def test_workers_give_the_same_bytes_and_too_many_are_capped_with_a_notice(tmp_p
 
 def test_a_killed_worker_is_named_and_the_run_ends(tmp_path, tokenizer, monkeypatch):
     """C71."""
-    monkeypatch.setattr(module, "CHUNK_ROWS", 1)
+    monkeypatch.setattr(chunks, "CHUNK_ROWS", 1)
     path = write_jsonl(tmp_path / "a.jsonl", [talk(i) for i in range(400)])
-    real, killed = module._Run.add, []
+    real = chunks._chunks
 
-    def add(self, *args):
-        real(self, *args)
-        if not killed:
-            import multiprocessing
+    def kill_one(*args):
+        for number, chunk in enumerate(real(*args)):
+            if number == 2:  # the pool has started its processes
+                os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
+            yield chunk
 
-            killed.append(multiprocessing.active_children()[0].pid)
-            os.kill(killed[0], signal.SIGKILL)
-
-    monkeypatch.setattr(module._Run, "add", add)
+    monkeypatch.setattr(chunks, "_chunks", kill_one)
     with pytest.raises(DataError, match=r"a data worker was killed \(out of memory\?\)"):
         run(path, tmp_path / "s", tokenizer, workers=2)
 

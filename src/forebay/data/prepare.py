@@ -14,45 +14,27 @@ import hashlib
 import json
 import os
 import shutil
-import tempfile
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass
-from multiprocessing import get_context
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from forebay.data.build import Build
+from forebay.data.chunks import Source, encoded_chunks, find_source
 from forebay.data.conversation import Conversation, conversation_of
-from forebay.data.encode import Encoded, Encoder, EncodeSettings, encode_in_worker, start_worker
-from forebay.data.overlap import NGRAM, overlapping
+from forebay.data.encode import EncodeSettings
+from forebay.data.overlap import NGRAM
 from forebay.data.progress import Progress
-from forebay.data.readers import Record, Unreadable, find_files, parse, read
+from forebay.data.readers import Unreadable, parse, read
 from forebay.data.report import Report, expectations
-from forebay.data.store import StoreWriter, damage, read_manifest, write_json
+from forebay.data.store import INDEX
 from forebay.errors import DataError, UsageError
 
 CODE_VERSION = 1  # raise it when the same input would give other rows
-CHUNK_ROWS, CHUNK_BYTES = 256, 2**22
 SHARD_TOKENS = 2**24
-ROWS_AT_ONCE = 2**22  # content hashes compared at a time
-WORKER_BYTES = 2**25  # of input for each worker beyond the first: starting one costs seconds
-SPLITS = ("train", "heldout")
-
-
-@dataclass
-class _Input:
-    files: list[Path]
-    heldout_from: int  # files from this one on are all held out
-    sizes: list[int]
-
-    @property
-    def total_bytes(self) -> int:
-        return max(1, sum(self.sizes))
 
 
 def prepare(
@@ -89,7 +71,7 @@ def prepare(
         raise UsageError(f"heldout_share {heldout_share} must be at least 0 and below 1")
     if max_length < 8:
         raise UsageError(f"max_length {max_length} is below 8 tokens: nothing would be left of a conversation")
-    source = _input(inputs, heldout)
+    source = find_source(inputs, heldout)
     loaded = _load(tokenizer)
     if template_kwargs is None:
         template_kwargs = _recorded_arguments(source.files, text_separator)
@@ -104,65 +86,57 @@ def prepare(
         text_separator=text_separator,
     )
     key = _key(source, loaded, settings, heldout_share if heldout is None else "file", shard_tokens)
-    folder = Path(out)
-    names = [str(path) for path in source.files]
-    run = _Run(folder, key, names)
-    finished = run.finished()
+    build = Build(Path(out), key, [str(path) for path in source.files])
+
+    def reason_to_stop(report: Report, final: bool) -> str | None:
+        return report.reason_to_stop(max_unsupervised=max_unsupervised, strict=strict, final=final)
+
+    finished = build.finished()
     if finished is not None:
-        notice(f"{folder} was made from the same data with the same settings: used as it is")
-        return finished
-    if run.differs:
-        notice(f"{folder} is made anew, because it differs in {run.differs}")
-    if run.report.records:
-        notice(f"going on after row {run.report.records:,} of an interrupted run")
-    share = None if heldout is not None else heldout_share
+        if reason := reason_to_stop(finished[0], True):
+            raise DataError(reason)
+        notice(f"{out} was made from the same data with the same settings: used as it is")
+        return finished[1]
+    if build.differs:
+        notice(f"{out} is made anew, because it differs in {build.differs}")
+    if build.report.records:
+        notice(f"going on after row {build.report.records:,} of an interrupted run")
     try:
+        build.open()
+        stopped = None
         with Progress("prepare", source.total_bytes, progress) as shown:
-            stopped = _fill(
-                run, source, loaded, settings, share, workers, shown, notice, shard_tokens, strict, max_unsupervised
-            )
-            report = run.report.as_dict(
-                duplicates=0,
-                overlap={"ngram": NGRAM, "train_rows": 0},
-                template_kwargs=template_kwargs,
-                max_length=max_length,
-            )
-            if stopped is not None:
-                run.abort()
-            else:
-                run.close_shards()
-                report |= run.compare_splits()
-                facts = {"template_kwargs": template_kwargs, "max_length": max_length}
-                report["fingerprints"] = {n: w.finish(facts) for n, w in run.writers.items()}
-            seconds = time.monotonic() - started
-            report |= {"stopped": stopped, "seconds": seconds, "expect": expectations(report)}
-            write_json(folder / "report.json", report)
-            if stopped is None:
-                run.progress_file.unlink(missing_ok=True)
+            for chunk, last in encoded_chunks(source, loaded, settings, build.report.records, workers, notice):
+                by_file = np.full(len(chunk.splits), last.file >= source.heldout_from)
+                build.add(chunk, chunk.splits < heldout_share if heldout is None else by_file)
+                done = source.bytes_before(last)
+                counts = {"rows": build.report.records, "supervised tokens": build.report.total("supervised_tokens")}
+                shown.update(done, counts)
+                _check_space(build, done, source.total_bytes)
+                stopped = reason_to_stop(build.report, False)
+                if stopped:
+                    break
+                if build.open_tokens >= shard_tokens:
+                    build.close_shards()
+        stopped = stopped or reason_to_stop(build.report, True)
+        facts = {"template_kwargs": template_kwargs, "max_length": max_length}
+        compared = {"duplicates": 0, "overlap": {"ngram": NGRAM, "train_rows": 0, "first": []}, "fingerprints": {}}
+        if stopped is None:
+            compared = build.finish(facts)
+        report = build.report.as_dict(**facts, **compared, stopped=stopped, seconds=time.monotonic() - started)
+        report["expect"] = expectations(report)
+        build.save_report(report)
     except OSError as error:
-        run.abort()
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         raise DataError(
-            f"disk full at {folder}: {run.written_bytes():,} bytes are written; free some space and run the same "
+            f"disk full at {out}: {build.written_bytes():,} bytes are written; free some space and run the same "
             "command again, it goes on where it stopped"
         ) from None
-    except BaseException:
-        run.abort()
-        raise
+    finally:
+        build.close()
     if stopped is not None:
         raise DataError(stopped)
     return report
-
-
-def _input(inputs: list[Any], heldout: list[Any] | None) -> _Input:
-    files = find_files([inputs] if isinstance(inputs, str | os.PathLike) else inputs)
-    held = find_files([heldout] if isinstance(heldout, str | os.PathLike) else heldout) if heldout is not None else []
-    both = {path.resolve() for path in files} & {path.resolve() for path in held}
-    if both:
-        raise UsageError(f"{sorted(both)[0]} is given both for training and as held-out data: name it once")
-    every = files + held
-    return _Input(every, len(files), [path.stat().st_size for path in every])
 
 
 def _load(tokenizer: Any) -> Any:
@@ -189,7 +163,7 @@ def _recorded_arguments(files: list[Path], text_separator: str | None) -> dict[s
     return {}
 
 
-def _key(source: _Input, tokenizer: Any, settings: EncodeSettings, share: Any, shard_tokens: int) -> dict[str, Any]:
+def _key(source: Source, tokenizer: Any, settings: EncodeSettings, share: Any, shard_tokens: int) -> dict[str, Any]:
     """Everything that decides the stores' bytes."""
     data = hashlib.blake2b(digest_size=16)
     for path in source.files:
@@ -214,229 +188,21 @@ def _key(source: _Input, tokenizer: Any, settings: EncodeSettings, share: Any, s
     }
 
 
-class _Run:
-    """The two stores while they are written, and how far they are: OUT/progress.json."""
-
-    def __init__(self, folder: Path, key: dict[str, Any], files: list[str]):
-        self.folder, self.key = folder, key
-        if folder.exists() and not folder.is_dir():
-            raise UsageError(f"{folder} is a file: give a folder for the store")
-        known = {"train", "heldout", "report.json", "progress.json"}
-        if folder.is_dir() and (others := sorted({p.name for p in folder.iterdir()} - known)):
-            raise UsageError(f"{folder} holds other things ({', '.join(others[:3])}): give an empty or new folder")
-        self.progress_file = folder / "progress.json"
-        self.differs = ""
-        state = self._state()
-        self.report = Report(files, state.get("report"))
-        self._found = state
-        self.writers: dict[str, StoreWriter] = {}
-
-    def _state(self) -> dict[str, Any]:
-        """What an interrupted run of the same key left; with another key its differing fields are noted."""
-        try:
-            state = json.loads(self.progress_file.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            state = None
-        for found in (state, read_manifest(self.folder / "train")):
-            if isinstance(found, dict) and isinstance(found.get("key"), dict) and found["key"] != self.key:
-                names = [n for n in {**found["key"], **self.key} if found["key"].get(n) != self.key.get(n)]
-                self.differs = ", ".join(f"{n} ({found['key'].get(n)} there, {self.key.get(n)} now)" for n in names)
-        if not isinstance(state, dict) or state.get("key") != self.key:
-            return {}
-        for name in SPLITS:
-            if damage(self.folder / name, state["shards"][name], verify=True):
-                return {}
-        return state
-
-    def finished(self) -> dict[str, Any] | None:
-        """The report of a finished run of the same key."""
-        for name in SPLITS:
-            manifest = read_manifest(self.folder / name)
-            if not manifest or not manifest.get("complete") or manifest.get("key") != self.key:
-                return None
-            if damage(self.folder / name, manifest["shards"], verify=True):
-                return None
-        try:
-            report = json.loads((self.folder / "report.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return None
-        return report if report.get("stopped") is None else None
-
-    def open(self) -> None:
-        """Open the writers, and say first what is being made."""
-        shards = self._found.get("shards", {name: [] for name in SPLITS})
-        self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / "report.json").unlink(missing_ok=True)
-        for name in SPLITS:
-            (self.folder / name / "manifest.json").unlink(missing_ok=True)
-            self.writers[name] = StoreWriter(self.folder / name, self.key, shards[name])
-        self.save()
-
-    def save(self) -> None:
-        shards = {name: writer.shards for name, writer in self.writers.items()}
-        write_json(self.progress_file, {"key": self.key, "report": self.report.state(), "shards": shards})
-
-    def close_shards(self) -> None:
-        """Make all that was added permanent."""
-        for writer in self.writers.values():
-            writer.close_shard()
-        self.save()
-
-    def add(self, chunk: Encoded, heldout: np.ndarray) -> None:
-        self.report.add(chunk)
-        for name, chosen in (("train", ~heldout), ("heldout", heldout)):
-            rows = chunk.rows.select(chosen)
-            self.writers[name].append(rows)
-            self.report.add_split(name, rows.index)
-
-    def compare_splits(self) -> dict[str, Any]:
-        """Duplicates, and training rows whose prompts overlap with held-out ones. One shard in memory at a time."""
-        held = np.unique(
-            np.concatenate([np.empty(0, np.uint64), *(grams for _, grams in self.writers["heldout"].grams())])
-        )
-        like, first = 0, []
-        for index, grams in self.writers["train"].grams():
-            rows = index["row"][overlapping(grams, index["grams"], held)]
-            like += len(rows)
-            first = (first + rows[:3].tolist())[:3]
-        return {"duplicates": self._duplicates(), "overlap": {"ngram": NGRAM, "train_rows": like, "first": first}}
-
-    def _duplicates(self) -> int:
-        """Rows whose content hash occurred before. Passes over a part of the hashes each bound the memory."""
-        parts = 1 + self.report.total("rows") // ROWS_AT_ONCE
-        count = 0
-        for part in range(parts):
-            seen = []
-            for writer in self.writers.values():
-                for index, _ in writer.grams():
-                    halves = np.ascontiguousarray(index["id"]).view(np.uint64).reshape(-1, 4)
-                    keys = halves[:, 0] ^ (halves[:, 1] * np.uint64(0x9E3779B97F4A7C15))
-                    seen.append(keys[keys % np.uint64(parts) == part])
-            keys = np.concatenate(seen)
-            count += len(keys) - len(np.unique(keys))
-        return count
-
-    def abort(self) -> None:
-        for writer in self.writers.values():
-            writer.abort()
-
-    def written_bytes(self) -> int:
-        return sum(p.stat().st_size for name in SPLITS for p in (self.folder / name).glob("*") if p.is_file())
-
-
-def _fill(
-    run: _Run,
-    source: _Input,
-    tokenizer: Any,
-    settings: EncodeSettings,
-    share: float | None,
-    workers: int | None,
-    shown: Progress,
-    notice: Callable[[str], None],
-    shard_tokens: int,
-    strict: bool,
-    max_unsupervised: float,
-) -> str | None:
-    """Encode the input into the open stores. Returns why it stopped early, or must not be finished."""
-    run.open()
-    known = -1
-    checked_space = False
-    for chunk, last in _encoded(source, tokenizer, settings, run.report.records, workers, notice):
-        heldout = (
-            chunk.splits < share if share is not None else np.full(len(chunk.splits), last.file >= source.heldout_from)
-        )
-        run.add(chunk, heldout)
-        done = sum(source.sizes[: last.file]) + last.done_bytes
-        known = done if known < 0 else known
-        shown.update(done, {"rows": run.report.records, "supervised tokens": run.report.total("supervised_tokens")})
-        if not checked_space:
-            _check_space(run, done, source.total_bytes)
-            checked_space = True
-        stopped = run.report.reason_to_stop(max_unsupervised=max_unsupervised, strict=strict, final=False)
-        if stopped:
-            return stopped
-        if any(writer.open_tokens >= shard_tokens for writer in run.writers.values()):
-            run.close_shards()
-            checked_space = False
-    return run.report.reason_to_stop(max_unsupervised=max_unsupervised, strict=strict, final=True)
-
-
 def estimate_bytes(written: int, done: int, total: int) -> int:
     """Bytes of the finished stores, from those written for `done` of `total` input bytes."""
     return int(written * total / max(1, done))
 
 
-def _check_space(run: _Run, done: int, total: int) -> None:
-    """Refuse before the disk is full. `done` may be 0 for a file whose reader cannot say."""
-    if not done:
+def _check_space(build: Build, done: int, total: int) -> None:
+    """Refuse before the disk is full: at the first chunk of every shard. `done` is 0 where a reader cannot say."""
+    if not done or not build.starts_shard:
         return
-    tokens, rows = run.report.total("tokens"), run.report.total("rows")
-    estimate = estimate_bytes(tokens * 5 + rows * 64, done, total)
-    already = tokens * 5 - sum(w.open_tokens for w in run.writers.values()) * 5
-    free = shutil.disk_usage(run.folder).free
-    if estimate - already > free:
+    build.starts_shard = False
+    tokens, rows = build.report.total("tokens"), build.report.total("rows")
+    estimate = estimate_bytes(tokens * 5 + rows * INDEX.itemsize, done, total)
+    free = shutil.disk_usage(build.folder).free
+    if estimate - build.closed_tokens * 5 > free:
         raise DataError(
-            f"{run.folder} needs about {estimate:,} bytes and its disk has {free:,} free: free some space or choose "
+            f"{build.folder} needs about {estimate:,} bytes and its disk has {free:,} free: free some space or choose "
             "another folder"
         )
-
-
-def _chunks(source: _Input, skip: int) -> Iterator[list[Record]]:
-    """Records in chunks that do not mix training and held-out files. Boundaries depend on the records alone."""
-    chunk: list[Record] = []
-    size = seen = 0
-    for record in read(source.files):
-        crosses = chunk and record.file >= source.heldout_from > chunk[-1].file
-        if chunk and (len(chunk) >= CHUNK_ROWS or size >= CHUNK_BYTES or crosses):
-            seen += len(chunk)
-            if seen > skip:
-                yield chunk
-            chunk, size = [], 0
-        chunk.append(record)
-        size += len(record.payload) if isinstance(record.payload, bytes) else 4096
-    if chunk and seen + len(chunk) > skip:
-        yield chunk
-
-
-def _encoded(
-    source: _Input,
-    tokenizer: Any,
-    settings: EncodeSettings,
-    skip: int,
-    workers: int | None,
-    notice: Callable[[str], None],
-) -> Iterator[tuple[Encoded, Record]]:
-    """Every chunk's outcome with its last record, in order. `skip` records are done already."""
-    cores = os.cpu_count() or 1
-    count = min(cores, 8, source.total_bytes // WORKER_BYTES) if workers is None else workers
-    if count > cores:
-        notice(f"{count} workers asked, {cores} cores here: {cores} are used")
-        count = cores
-    first = skip + 1
-    if count <= 1:
-        encoder = Encoder(tokenizer, settings)
-        for chunk in _chunks(source, skip):
-            yield encoder(chunk, first), chunk[-1]
-            first += len(chunk)
-        return
-    with tempfile.TemporaryDirectory(prefix="forebay-tokenizer-") as folder:
-        tokenizer.save_pretrained(folder)
-        with ProcessPoolExecutor(count, get_context("spawn"), start_worker, (folder, settings)) as pool:
-            waiting: deque[tuple[Future[Encoded], Record]] = deque()
-            try:
-                for chunk in _chunks(source, skip):
-                    waiting.append((pool.submit(encode_in_worker, chunk, first), chunk[-1]))
-                    first += len(chunk)
-                    if len(waiting) > 2 * count:
-                        future, last = waiting.popleft()
-                        yield future.result(), last
-                while waiting:
-                    future, last = waiting.popleft()
-                    yield future.result(), last
-            except BrokenProcessPool:
-                raise DataError(
-                    "a data worker was killed (out of memory?): run the same command again with fewer --workers, "
-                    "it goes on where it stopped"
-                ) from None
-            finally:
-                pool.shutdown(wait=False, cancel_futures=True)

@@ -66,6 +66,14 @@ class Report:
         self.splits: dict[str, dict[str, int]] = state.get("splits", {})
         self.preview: list[list[list[Any]]] = state.get("preview", [])
 
+    @classmethod
+    def of_finished(cls, report: dict[str, Any]) -> Report:
+        """What `reason_to_stop` needs, from a finished report.json."""
+        names = {"records": "rows", "kept": "kept", "dropped": "dropped", "first": "dropped_first", "splits": "splits"}
+        if report["stopped"] is not None:
+            raise ValueError("the report is of a run that was stopped")
+        return cls(report["files"], {ours: report[theirs] for ours, theirs in names.items()})
+
     def state(self) -> dict[str, Any]:
         names = ("records", "kept", "dropped", "first", "notes", "lengths", "splits", "preview")
         return {name: getattr(self, name) for name in names}
