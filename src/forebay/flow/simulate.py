@@ -141,6 +141,8 @@ class Simulation:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
         self._idle: deque[int] = deque(range(settings.targets))
+        self._starved: set[int] = set()
+        self._dealt: dict[int, int] = {}
         self._heard = (-1, -1)
         self._busy_window: Window | None = None
         self._left = 0
@@ -189,18 +191,29 @@ class Simulation:
     def _lease_all(self) -> None:
         flow = self.flow
         shared = flow.settings.dispatch == "shared"
+        if not shared:
+            self._feed_starved()
         for _ in range(len(self._idle)):
             worker = self._idle.popleft()
-            if not shared and not any(epoch.dealt[worker] or epoch.ledger.returned for epoch in flow.epochs):
-                self._idle.append(worker)
-                continue
             got = flow.try_lease(worker, self.now)
             if isinstance(got, Lease):
                 self._extract(got)
             elif isinstance(got, Wait):
-                self._idle.append(worker)
-                if shared or got.reason == "producer_wait_room":
+                starved = not shared and got.reason == "producer_wait_work"
+                (self._starved.add if starved else self._idle.append)(worker)
+                if not starved:
                     return  # nobody else finds work or room either
+
+    def _feed_starved(self) -> None:
+        """Targets whose own queue was empty ask again when prefetch has dealt to it, or when a job came back."""
+        for epoch in self.flow.epochs:
+            seen = self._dealt.get(epoch.number, 0)
+            self._dealt[epoch.number] = epoch.next_dealt
+            fed = {job % len(epoch.dealt) for job in range(seen, epoch.next_dealt)} & self._starved
+            if epoch.ledger.returned:
+                fed = set(self._starved)
+            self._starved -= fed
+            self._idle.extend(sorted(fed))
 
     def _extract(self, lease: Lease) -> None:
         seconds = self.load.produce(lease.job, lease.worker)
