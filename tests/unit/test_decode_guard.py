@@ -24,6 +24,7 @@ from forebay.models.drafter import Drafter
 from forebay.models.spec import DrafterSpec
 from forebay.models.step import Borrowed
 from forebay.models.target import Target
+from forebay.models.vocabulary import map_tensors
 from forebay.models.walk import Walk
 from tiny import LAYER_IDS, tiny_target
 
@@ -80,6 +81,25 @@ def test_the_trainers_forward_drafts_what_the_loop_drafts_in_every_variant(overr
     assert report.rounds == sum(len(g.accepted) for g in c.generations) > 20
     assert report.agreement == report.slot_agreement == 1.0
     assert report.loop_acceptance == report.trainer_acceptance
+
+
+def test_the_guard_agrees_with_a_reduced_vocabulary_and_catches_another_map() -> None:
+    """C33 at serving: the same weights with a map of equal size that names other tokens draft other tokens."""
+    c = case(draft_vocab_size=40)
+    kept, other = torch.arange(4, 244, 6), torch.arange(5, 245, 6)
+    target = Target(c.model, LAYER_IDS)
+
+    def drafts(kept: torch.Tensor) -> Walk:
+        drafter = Drafter(c.spec)
+        drafter.set_vocabulary(kept)
+        drafter.load_state_dict(c.tensors | map_tensors(kept, 320))
+        return Walk(target, drafter, Borrowed.of(target, torch.float32, kept))
+
+    served = ServedDrafter(c.served.config, c.tensors | map_tensors(kept, 320))
+    out = serve(c.side, served, [[3, 4, 5], [9] * 7], max_new_tokens=16)
+    assert guard(out, drafts(kept), target=c.side, drafter=served).slot_agreement == 1.0
+    with pytest.raises(GuardError, match="the same token in 0"):
+        guard(out, drafts(other), target=c.side, drafter=served)
 
 
 def caught(c: Case, walk: Callable[..., torch.Tensor]) -> str:
