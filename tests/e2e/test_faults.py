@@ -14,16 +14,18 @@ from test_training import equal, masters, trained_rows
 
 from forebay import api, cli, config
 from forebay.errors import ForebayError, PoisonError
+from forebay.flow.plan import EpochPlan
 from forebay.io.checkpoint import Checkpoints
 from forebay.observe import metrics
 from forebay.runtime import faults, training
 from forebay.runtime.training import TrainingRun
 
-ROWS = 120
+SMALL = {"bytes": "1800 KiB", "draw": "planned"}  # eight items: extraction keeps close to training
 
 
 def whole(run_dir, epochs):
-    return trained_rows(run_dir) == {(epoch, row): 1 for epoch in range(epochs) for row in range(ROWS)}
+    rows = EpochPlan.load(Path(run_dir, "plans", "epoch-000.plan")).describe()["sequences"]
+    return trained_rows(run_dir) == {(epoch, row): 1 for epoch in range(epochs) for row in range(rows)}
 
 
 def steps(run_dir):
@@ -69,25 +71,23 @@ def test_a_hung_target_loses_its_job_to_another_and_its_late_answer_is_refused(c
 
 def test_a_stop_by_signal_in_every_phase_goes_on_to_the_same_weights(configuration):
     """C78: SIGTERM while preparing, extracting, training, writing a checkpoint and evaluating; planned draws."""
-    straight = configuration("straight", buffer={"draw": "planned"})
+    straight = configuration("straight", buffer=SMALL)
     api.train(straight, quiet=True)
-    run = configuration(buffer={"draw": "planned"})
+    run = configuration(buffer=SMALL)
     places = [
-        {"where": "prefetch", "epoch": 0, "job": 9},
-        {"where": "extract", "epoch": 0, "job": 20},
-        {"where": "train", "step": 6},
+        {"where": "prefetch", "epoch": 0, "job": 8},
+        {"where": "extract", "epoch": 0, "job": 14},
         {"where": "eval"},
-        {"where": "checkpoint", "step": 12, "file": "rename"},
+        {"where": "train", "step": 6},
+        {"where": "checkpoint", "step": 8, "file": "rename"},
     ]
-    at = []
+    at, every = [], {**run.model_dump(), "checkpoint": {"every_steps": 2}}
     for number, place in enumerate(places):
-        fault = f"faults={json.dumps([{'kind': 'sigterm', **place}])}"
+        planted = [{"kind": "sigterm", **place}]
         if number:
-            summary = api.resume(run.run_dir, [fault], quiet=True)
+            summary = api.resume(run.run_dir, [f"faults={json.dumps(planted)}"], quiet=True)
         else:
-            summary = api.train(
-                config.from_dict({**run.model_dump(), "faults": [{"kind": "sigterm", **place}]}), quiet=True
-            )
+            summary = api.train(config.from_dict({**every, "faults": planted}), quiet=True)
         assert not summary["finished"] and len(faults.struck(run.run_dir)) == number + 1
         at.append(summary["steps"])
     assert at == sorted(at)

@@ -54,8 +54,7 @@ class Watchdog:
         self._stall_s, self._long_wait_s, self._stacks = stall_s, long_wait_s, stacks
         self._period_s = min(PERIOD_S, stall_s / 4, long_wait_s / 4, shell.lease_s / 4)
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()  # its put may be called in a signal handler
-        self._ended = False
-        self.stop_asked = False
+        self._ended = self._stop_requested = False
         self._said: set[tuple[str, float]] = set()
         self._dumped_at = 0.0
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -65,8 +64,12 @@ class Watchdog:
 
     def ask_stop(self) -> None:
         """Safe in a signal handler: takes no lock that the main thread may hold."""
-        self.stop_asked = True
+        self._shell.stop_asked = True
         self._wake.put(None)
+
+    @property
+    def stop_asked(self) -> bool:
+        return self._shell.stop_asked
 
     def end(self) -> None:
         self._ended = True
@@ -83,7 +86,8 @@ class Watchdog:
             self._shell.fail(error)
 
     def _look(self) -> None:
-        if self.stop_asked and not self._shell.stopping:
+        if self.stop_asked and not self._stop_requested:
+            self._stop_requested = True
             self._shell.request_stop()
         for lease in self._shell.expire_leases():
             job = f"job {lease.job} of epoch {lease.epoch}"

@@ -40,6 +40,7 @@ class FlowShell:
         self._batches: dict[Key, Any] = {}  # prepared host batches, or the error that preparing them raised
         self._preparing: set[Key] = set()
         self._stopping = False
+        self.stop_asked = False  # set in a signal handler, which may take no lock; the watchdog then requests the stop
         self._drained = False
         self.cause: BaseException | None = None
         self.last_moved = time.monotonic()
@@ -70,7 +71,7 @@ class FlowShell:
         """The next job whose host batch is wanted, in plan order; None when there will be no more."""
 
         def attempt() -> Key | Wait | None:
-            if self._stopping or self._drained:
+            if self.stopping or self._drained:
                 return None
             for key in self._coordinator.upcoming(self._prefetch_jobs):
                 if key not in self._batches and key not in self._preparing:
@@ -109,7 +110,7 @@ class FlowShell:
         """The next job together with its room; None when there is no more work."""
 
         def attempt() -> Lease | Wait | None:
-            if self._stopping:
+            if self.stopping:
                 return None
             result = self._coordinator.try_lease(worker, time.monotonic())
             if result is None:
@@ -177,7 +178,7 @@ class FlowShell:
         """A window and its items, dealt to the replicas; None when everything is trained or a stop was asked for."""
 
         def attempt() -> Any:
-            if self._stopping:
+            if self.stopping:
                 return None
             window = self._coordinator.try_draw(time.monotonic())
             if isinstance(window, Window):
@@ -246,4 +247,4 @@ class FlowShell:
 
     @property
     def stopping(self) -> bool:
-        return self._stopping
+        return self._stopping or self.stop_asked
