@@ -9,7 +9,7 @@ import pytest
 import torch
 from drafter_items import borrowed, drafter, features, item, spec
 
-from forebay.models import attention
+from forebay.models import attention, flex
 from forebay.models.attention import attend, attend_dense, block_view
 from forebay.models.step import slot_states
 
@@ -56,6 +56,33 @@ def test_chunked_attention_equals_the_dense_definition(variant):
         results.append((out, *torch.autograd.grad(out, (q, *context, *own), upstream)))
     for ours, want in zip(*results, strict=True):
         assert (ours - want).abs().max() < 1e-10
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_flex_mask_equals_the_dense_definition(variant):
+    """Forward only, in eager mode (its CPU kernel has no backward); and no tile that is needed is left out."""
+    made = spec(**VARIANTS[variant])
+    rng = np.random.default_rng(1)
+    cuts, rows = [0, 560, 567, 600], 700
+    anchors = np.sort(rng.choice(600, 90, replace=False))
+    starts = np.asarray(cuts)[np.searchsorted(cuts, anchors, side="right") - 1]
+    anchors, starts = np.append(anchors, [0, 0]), np.append(starts, [0, 0])
+    q, context, own = heads(made, rows, len(anchors), torch.float32)
+    mask = block_view(anchors, starts, made, flex_context=rows).flex[0]
+    with torch.no_grad():
+        want = attend_dense(q, context, own, anchors, starts, made, 0)
+        keys, values = (torch.cat(x) for x in zip(context, own, strict=True))
+        assert (flex.attend_flex(q.detach(), keys, values, mask, flex.flex_attention) - want).abs().max() < 1e-5
+    count = torch.arange
+    seen = mask.mask_mod(None, None, count(len(q))[:, None], count(len(keys))[None])
+    pad = [-n % flex.TILE for n in seen.shape]
+    by_tile = torch.nn.functional.pad(seen, (0, pad[1], 0, pad[0])).unfold(0, 128, 128).unfold(1, 128, 128)
+    first, _ = attention.visible(anchors, starts, made, 0)
+    some, whole = flex.tiles(first.ravel(), np.repeat(anchors, made.block_size), rows, made.block_size)
+    assert (by_tile.any(-1).any(-1).numpy() <= (some | whole)).all()
+    assert (whole <= by_tile.all(-1).all(-1).numpy()).all() and (whole.any() or "sliding" in variant)
+    assert (some | whole).mean() < 0.7 and torch.equal(mask.to_dense()[0, 0].bool(), torch.from_numpy(some | whole))
 
 
 def test_the_context_of_a_chunk_is_no_wider_than_its_documents():

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forebay.models import flex
 from forebay.models.spec import DrafterSpec
 
 #: Most queries of a chunk (its blocks do not see one another, yet share a score matrix), and what one more chunk costs
@@ -49,7 +50,8 @@ class BlockView:
     """What the blocks of one item see, in every layer: one list of chunks per kind of layer."""
 
     block: int  # B
-    layers: tuple[tuple[Chunk, ...], ...]
+    layers: tuple[tuple[Chunk, ...], ...] = ()
+    flex: tuple[Any, ...] = ()  # or one FlexAttention mask per layer
 
 
 def visible(
@@ -76,20 +78,26 @@ def block_view(
     spec: DrafterSpec,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
+    flex_context: int | None = None,
 ) -> BlockView:
     """Plan the attention of one item. `anchors` [A] rise; `starts` [A] are their documents' first rows.
 
-    A padding anchor has start = anchor and sees no context.
+    A padding anchor has start = anchor and sees no context. `flex_context`: rows of the context, to plan for
+    FlexAttention, which wants one shape for all items.
     """
-    plans: dict[tuple[bool, bool], tuple[Chunk, ...]] = {}
+    plans: dict[tuple[bool, bool], Any] = {}
     for layer in range(spec.layers):
         kind = (spec.is_sliding(layer), spec.is_causal(layer))
         if kind not in plans:
             first, own = visible(anchors, starts, spec, layer)
+            if flex_context is not None:
+                plans[kind] = flex.block_mask(anchors, first, own, flex_context, spec, device)
+                continue
             bounds = _chunk_bounds(anchors, first[:, 0], spec.block_size)
             plans[kind] = tuple(_chunk(a, b, anchors, first, own, dtype, device) for a, b in bounds)
     kinds = [(spec.is_sliding(i), spec.is_causal(i)) for i in range(spec.layers)]
-    return BlockView(spec.block_size, tuple(plans[k] for k in kinds))
+    planned = tuple(plans[k] for k in kinds)
+    return BlockView(spec.block_size, planned) if flex_context is None else BlockView(spec.block_size, (), planned)
 
 
 def _chunk_bounds(anchors: np.ndarray[Any, Any], first: np.ndarray[Any, Any], block: int) -> list[tuple[int, int]]:
@@ -126,8 +134,13 @@ def _chunk(
     return Chunk(a, b, lo, hi, mask.to(device))
 
 
-def attend(q: Tensor, context: KeysValues, own: KeysValues, view: BlockView, layer: int) -> Tensor:
+def attend(q: Tensor, context: KeysValues, own: KeysValues, view: BlockView | Any, layer: int) -> Tensor:
     """Attention of every block: q [A*B, N, D], context keys, values [T, G, D], own ones [A*B, G, D] -> [A*B, N*D]."""
+    if not isinstance(view, BlockView):  # of fixed shape: models.fixed
+        return view.attend(q, context, own, layer)
+    if view.flex:
+        keys, values = (torch.cat(x) for x in zip(context, own, strict=True))
+        return flex.attend_flex(q, keys, values, view.flex[layer])
     chunks = view.layers[layer]
     if q.device.type == "cpu" and not torch.compiler.is_compiling():
         return _CpuAttention.apply(q, *context, *own, view.block, chunks)

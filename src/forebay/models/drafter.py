@@ -93,7 +93,12 @@ class Layer(nn.Module):
 
 
 class Drafter(nn.Module):
-    """Weights are uninitialised until `models.init` fills them or a state dict is loaded."""
+    """Weights are uninitialised until `models.init` fills them or a state dict is loaded.
+
+    `flex` (off): attention by FlexAttention, on devices other than a CPU.
+    """
+
+    flex = False
 
     def __init__(self, spec: DrafterSpec) -> None:
         super().__init__()

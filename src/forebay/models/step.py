@@ -52,6 +52,13 @@ class Borrowed:
     head: FrozenHead
     embed_scale: float = 1.0
 
+    def inputs(self, tokens: Tensor, mask_token_id: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """What a block's slots start from: its anchor token's embedding [A, H] for `tokens` [A], and the mask's [H]."""
+        embeds, mask = self.embed[tokens].to(dtype), self.embed[mask_token_id].to(dtype)
+        if self.embed_scale != 1.0:
+            embeds, mask = embeds * self.embed_scale, mask * self.embed_scale
+        return embeds, mask
+
     @classmethod
     def of(
         cls, target: Any, dtype: torch.dtype, kept: Tensor | None = None, device: str | torch.device | None = None
@@ -96,11 +103,11 @@ class _Item:
         """Hidden states [anchors, B, H] of some anchors' blocks."""
         spec, borrowed = self.drafter.spec, self.borrowed
         anchors = self.batch.anchors[part].astype(np.int64)
-        view = block_view(anchors, self.batch.anchor_start[part].astype(np.int64), spec, self.dtype, self.device)
-        embeds = borrowed.embed[self.put(self.batch.tokens[anchors])].to(self.dtype)
-        mask = borrowed.embed[spec.mask_token_id].to(self.dtype)
-        if borrowed.embed_scale != 1.0:
-            embeds, mask = embeds * borrowed.embed_scale, mask * borrowed.embed_scale
+        starts = self.batch.anchor_start[part].astype(np.int64)
+        flex = self.tokens if self.drafter.flex and self.device.type != "cpu" else None
+        view = block_view(anchors, starts, spec, self.dtype, self.device, flex)
+        tokens = self.put(self.batch.tokens[anchors])
+        embeds, mask = borrowed.inputs(tokens, spec.mask_token_id, self.dtype)
         return self.drafter.blocks(context, self.put(self.batch.positions[anchors]), embeds, mask, view)
 
     def parts(self) -> list[slice]:
