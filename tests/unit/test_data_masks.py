@@ -245,6 +245,33 @@ def test_ready_text_is_supervised_after_its_separator():
     assert encode(tokenizer, {"text": "no mark"}, text_separator="Answer:").drops[0][3] == "no_assistant"
 
 
+@pytest.mark.parametrize("shift", [(1, 1), (-1, -1), (1, 0), (0, -1), (-1, 0), (0, 1)])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_shifted_mask_is_found_by_decoding(name, shift, monkeypatch):
+    """The planted fault: spans that begin or end one token too early or too late."""
+    real = Encoder._token_range
+
+    def shifted(self, *args):
+        first, last, end = real(self, *args)
+        return first + shift[0], last + shift[1], end
+
+    monkeypatch.setattr(Encoder, "_token_range", shifted)
+    out = encode(family(name), R0, talk("what?", "Überall grüßen Bäume 🙂", "and?", "1 + 1 = 2"))
+    # Where the answer ends the text, nothing follows that a span could take too much of.
+    harmless = shift == (0, 1) and name in ("llama3", "mistral", "harmony")
+    assert len(out.rows) == harmless and {d[3] for d in out.drops} == {"decode_mismatch"}
+
+
+def test_a_last_token_that_holds_the_line_break_after_the_answer_is_supervised():
+    """A template without end marks: the target ends such an answer by the token that holds both."""
+    tokenizer = family("chatml")
+    template = "{% for m in messages %}{{ m.role }}:\n{{ m.content }}\n\n\n{% endfor %}"
+    template += "{% if add_generation_prompt %}assistant:\n{% endif %}"
+    out = encode(tokenizer, talk("hi", "one two"), talk("hi", "def add(a, b):"), template=template)
+    assert not out.drops
+    assert texts(tokenizer, out) == [["one two"], ["def add(a, b):"]]
+
+
 def test_masks_need_no_offsets_of_the_tokenizer():
     """A slow tokenizer has no offsets: spans come from the lengths of tokenised prefixes."""
 

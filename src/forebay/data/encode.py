@@ -155,14 +155,15 @@ class Encoder:
         """Ids, mask uint8 [n], and whether the row was cut; or why it is not used."""
         mask = np.zeros(len(ids), np.uint8)
         for start, end in one.spans:
-            first, last = self._token_range(one.text, start, end, offsets)
+            first, last, end = self._token_range(one.text, start, end, offsets)
+            shared = offsets is not None and bool(np.any((offsets[:, 0] < start) & (offsets[:, 1] > start)))
+            if shared:
+                one.notes.append("prompt_and_answer_share_a_token")
             if last > first:
                 mask[first:last] = 1
-                problem = self._differs(ids[first:last], one.text[start:end])
+                problem = self._differs(ids, first, last, one.text[start:end], shared)
                 if problem:
                     return Drop("decode_mismatch", problem)
-            if offsets is not None and np.any((offsets[:, 0] < start) & (offsets[:, 1] > start)):
-                one.notes.append("prompt_and_answer_share_a_token")
         if not mask.any():
             return Drop("no_span", "no token lies inside the answer")
         cut = len(ids) > self.settings.max_length
@@ -175,26 +176,37 @@ class Encoder:
             return Drop("too_short", f"{len(ids)} tokens, {int(mask.sum())} supervised: no place for a block")
         return ids, mask, cut
 
-    def _token_range(self, text: str, start: int, end: int, offsets: np.ndarray | None) -> tuple[int, int]:
-        """The tokens that lie wholly inside a range of characters."""
+    def _token_range(self, text: str, start: int, end: int, offsets: np.ndarray | None) -> tuple[int, int, int]:
+        """The tokens of a range of characters, and the end of the characters that they cover: a last token may reach
+        into the white space that follows, as it does when the target writes it."""
         if offsets is None:  # no offsets: prefixes must tokenise to prefixes, which `_differs` checks
-            return len(self._plain_ids(text[:start])), len(self._plain_ids(text[:end]))
+            return len(self._plain_ids(text[:start])), len(self._plain_ids(text[:end])), end
         begins, ends = offsets[:, 0], offsets[:, 1]
-        inside = np.flatnonzero((begins >= start) & (ends <= end) & (ends > begins))
-        return (int(inside[0]), int(inside[-1]) + 1) if len(inside) else (0, 0)
+        inside = np.flatnonzero((begins >= start) & (begins < end) & (ends > begins))
+        if not len(inside):
+            return 0, 0, end
+        first, last, reach = int(inside[0]), int(inside[-1]), int(ends[inside].max())
+        if reach > end and text[end:reach].strip():
+            return first, last, end
+        return first, last + 1, max(reach, end)
 
-    def _differs(self, ids: np.ndarray, text: str) -> str | None:
-        """Compare decoded tokens with their text, white space and Unicode forms aside."""
+    def _differs(self, ids: np.ndarray, first: int, last: int, text: str, shared: bool) -> str | None:
+        """Decode the tokens `first` to `last` and compare them with their text. `shared`: its first characters belong
+        to a token of the prompt."""
         unknown = self.tokenizer.unk_token_id
-        if unknown is not None and unknown in ids:
+        if unknown is not None and unknown in ids[first:last]:
             return None  # such a vocabulary cannot spell the text
-        decoded = self.tokenizer.decode(ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        if decoded == text or _squeezed(decoded) == _squeezed(text):
+        decoded, text = self._text(ids[first:last]), unicodedata.normalize("NFKC", text)
+        if decoded == text or (shared and decoded and text.endswith(decoded)):
             return None
-        # A token that reaches into the answer from the prompt is not supervised: its characters are missing.
-        if len(decoded) < len(text) and _squeezed(text).endswith(_squeezed(decoded)) and len(text) - len(decoded) < 8:
+        # Some decoders drop the space before a first word, so the answer is decoded behind its prompt's last token.
+        if first and self._text(ids[first - 1 : last]) == self._text(ids[first - 1 : first]) + text:
             return None
         return f"the tokens decode to {decoded[:40]!r}, the answer is {text[:40]!r}"
+
+    def _text(self, ids: np.ndarray) -> str:
+        text = self.tokenizer.decode(ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return unicodedata.normalize("NFKC", text)
 
     def _preview(self, ids: np.ndarray, mask: np.ndarray) -> list[list[Any]]:
         edges = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(ids)]
@@ -211,10 +223,6 @@ def _joined(parts: list[np.ndarray], kind: Any) -> np.ndarray:
 def _printable(text: str) -> str:
     """A detail quotes the row, which may hold anything; some of it cannot be written as UTF-8."""
     return text[:300].encode("utf-8", "backslashreplace").decode("utf-8")
-
-
-def _squeezed(text: str) -> str:
-    return "".join(unicodedata.normalize("NFKC", text).split())
 
 
 _ENCODER: Encoder | None = None
