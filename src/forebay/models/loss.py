@@ -27,7 +27,7 @@ DPACE_ALPHA = 0.5
 
 #: Most bytes of a chunk of logits in the compute dtype. Products of few rows are slow, above all in bf16; larger ones
 #: fall out of the caches and of the allocator's pools.
-CHUNK_BYTES = 12 * 2**20
+CHUNK_BYTES = 8 * 2**20
 
 
 @dataclass(frozen=True)
