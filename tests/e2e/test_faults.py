@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -48,9 +49,9 @@ def test_wrong_states_of_every_kind_are_refused_tried_again_and_nothing_is_lost_
     assert summary["finished"] and summary["jobs_quarantined"] == 0 and whole(run.run_dir, 1)
     assert [line["kind"] for line in faults.struck(run.run_dir)] == list(kinds)
     for number, said in enumerate(
-        ("planted error", "not finite", "all states equal 0", "swapped", "copy of the item before", "cut the job")
+        ("planted error", "not finite", "equal 0", "swapped|came back for", "copy of the item before", "came back for")
     ):
-        assert any(f"job {number + 2} attempt 0" in line and said in line for line in summary["failures"])
+        assert any(re.search(f"job {number + 2} attempt 0.*({said})", line) for line in summary["failures"])
     assert one.pool.made == one.pool.free and summary["peak_bytes"] <= run.buffer.bytes
     del one
     assert handles() == before
