@@ -272,6 +272,21 @@ def test_a_last_token_that_holds_the_line_break_after_the_answer_is_supervised()
     assert texts(tokenizer, out) == [["one two"], ["def add(a, b):"]]
 
 
+def test_an_answer_that_would_share_a_token_with_its_prompt_is_tokenised_alone_as_in_serving():
+    tokenizer = family("llama3")  # its header ends with line breaks, which merge with those of an answer
+    row = talk("hi", "x", "and?", "y")
+    row["messages"][-1]["content"] = "\n\n  two"
+    template = tokenizer.chat_template.replace(" | trim", "")
+    out = encode(tokenizer, row, template=template)
+    prompt = tokenizer.apply_chat_template(
+        row["messages"][:-1], tokenize=True, add_generation_prompt=True, chat_template=template, return_dict=False
+    )
+    ids, mask = out.rows.tokens.tolist(), out.rows.mask
+    assert ids[: len(prompt)] == prompt and mask[len(prompt)] == 1 and mask[len(prompt) - 1] == 0
+    assert tokenizer.decode(ids[len(prompt) :]) == "\n\n  two<|eot_id|>"
+    assert not out.notes["warnings"]
+
+
 def test_masks_need_no_offsets_of_the_tokenizer():
     """A slow tokenizer has no offsets: spans come from the lengths of tokenised prefixes."""
 

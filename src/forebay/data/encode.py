@@ -153,10 +153,12 @@ class Encoder:
         self, one: Rendered, ids: np.ndarray, offsets: np.ndarray | None
     ) -> tuple[np.ndarray, np.ndarray, bool] | Drop:
         """Ids, mask uint8 [n], and whether the row was cut; or why it is not used."""
+        if offsets is not None:
+            ids, offsets = self._cut_at_answers(one, ids, offsets)
         mask = np.zeros(len(ids), np.uint8)
         for start, end in one.spans:
             first, last, end = self._token_range(one.text, start, end, offsets)
-            shared = offsets is not None and bool(np.any((offsets[:, 0] < start) & (offsets[:, 1] > start)))
+            shared = offsets is not None and _straddled(offsets, start)
             if shared:
                 one.notes.append("prompt_and_answer_share_a_token")
             if last > first:
@@ -175,6 +177,19 @@ class Encoder:
         if len(ids) < MIN_TOKENS or not eligible_anchors(mask):
             return Drop("too_short", f"{len(ids)} tokens, {int(mask.sum())} supervised: no place for a block")
         return ids, mask, cut
+
+    def _cut_at_answers(self, one: Rendered, ids: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Where a token lies across the border of prompt and answer, tokenise both alone, as serving does; unless the
+        tokenizer adds something to each piece, so that they do not decode to the whole."""
+        cuts = [start for start, _ in one.spans if _straddled(offsets, start)]
+        if not cuts:
+            return ids, offsets
+        edges = [0, *cuts, len(one.text)]
+        pieces = self._tokenise([one.text[a:b] for a, b in itertools.pairwise(edges)])
+        new_ids = np.concatenate(pieces[0])
+        if self._text(new_ids) != self._text(ids):
+            return ids, offsets
+        return new_ids, np.concatenate([o + at for o, at in zip(pieces[1], edges, strict=False)])
 
     def _token_range(self, text: str, start: int, end: int, offsets: np.ndarray | None) -> tuple[int, int, int]:
         """The tokens of a range of characters, and the end of the characters that they cover: a last token may reach
@@ -218,6 +233,11 @@ class Encoder:
 
 def _joined(parts: list[np.ndarray], kind: Any) -> np.ndarray:
     return np.concatenate(parts).astype(kind, copy=False) if parts else np.empty(0, kind)
+
+
+def _straddled(offsets: np.ndarray, at: int) -> bool:
+    """Whether a token has characters on both sides of `at`."""
+    return bool(np.any((offsets[:, 0] < at) & (offsets[:, 1] > at)))
 
 
 def _printable(text: str) -> str:
