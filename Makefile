@@ -5,7 +5,7 @@ export OMP_WAIT_POLICY := PASSIVE
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: env demo test lint format clean
+.PHONY: env demo test soak lint format clean
 
 env: .venv/.ready
 
@@ -21,6 +21,11 @@ demo: env
 
 test: env
 	$(BIN)/python -m pytest -m "not slow and not gpu"
+
+# a quarter of an hour: kills, faults, a thousand starts and stops
+soak: env
+	$(BIN)/python tests/soak.py --kills 200 --faults 50 --checkpoint-share
+	$(BIN)/python -m pytest -m slow tests/unit/test_faults_runtime.py
 
 lint: env
 	$(BIN)/ruff check .

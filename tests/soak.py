@@ -325,6 +325,20 @@ class Soak:
         self.unclear.append(f"{run.run_dir} hangs: its stacks are in {run.run_dir}.log")
         return False
 
+    def checkpoint_share(self) -> float:
+        """Share of the training thread's time that checkpoints take, at one per 50 steps of 200 or more."""
+        run = run_config(
+            self.world,
+            self.folder / "share",
+            optim={"epochs": 20},
+            checkpoint={"every_steps": 50},
+            eval={"guard": False},
+        )
+        life = self.life(run)
+        assert life.wait(), Path(run.run_dir + ".log").read_text()
+        summary = json.loads(Path(run.run_dir, "summary.json").read_text())
+        return float(summary["waits"]["drafter"]["checkpoint"])
+
     # -- faults ------------------------------------------------------------------------------------------------------
 
     def random_faults(self) -> list[dict[str, Any]]:
@@ -437,6 +451,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--faults", type=int, default=50)
+    parser.add_argument("--checkpoint-share", action="store_true", help="measure what checkpoints cost the training")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--keep", help="folder for the runs (default: a temporary one, removed)")
@@ -455,7 +470,8 @@ def main() -> int:
             soak.kill_runs(given.kills)
         if given.faults:
             soak.fault_runs(given.faults)
-        report = {**soak.report(), "wall_s": round(time.monotonic() - started, 1)}
+        share = {"checkpoint_share": soak.checkpoint_share()} if given.checkpoint_share else {}
+        report = {**soak.report(), **share, "wall_s": round(time.monotonic() - started, 1)}
     print(json.dumps(report) if given.json else "\n".join(f"{k}: {v}" for k, v in report.items()))
     bad = ("jobs_lost", "jobs_twice", "hung", "budget_exceeded", "slots_leaked", "unclear")
     return int(any(report[key] for key in bad) or not report["weights_identical"])

@@ -90,6 +90,28 @@ def test_a_hung_attempts_slot_and_room_come_back_with_its_late_answer():
     assert owned == [True]
 
 
+def test_a_lease_does_not_expire_while_an_evaluation_has_the_target():
+    """C75: who waits for somebody's long but known work is not taken for dead."""
+    evaluated, waiting = threading.Event(), threading.Event()
+
+    def extract(key):
+        if key == (0, 6):
+            waiting.set()
+            assert evaluated.wait(20)
+        return key
+
+    def after(windows, shell):
+        if windows == 1:
+            with shell.leases_held():
+                assert waiting.wait(20)
+                threading.Event().wait(0.5)  # ten times as long as a lease
+            evaluated.set()
+
+    run = Run(plans(epochs=1), targets=1, extract=extract, after=after, lease_s=0.05)
+    run()
+    assert run.coordinator.counters["expired"] == 0 and sorted(run.committed) == run.everything
+
+
 def test_a_target_that_never_comes_back_ends_the_run_by_name(monkeypatch, tmp_path):
     """G10: the only target hangs for ever while it has the turn, so that no retry and no step can be made."""
     monkeypatch.setattr(local, "JOIN_S", 0.1)

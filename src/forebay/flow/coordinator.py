@@ -219,6 +219,12 @@ class Coordinator:
             return None
         return epoch.ledger.renew(lease, now + self.settings.lease_s)
 
+    def renew_all(self, now: float) -> None:
+        """Every lease counts from now on: the workers could not work in the time before."""
+        for epoch in self.epochs:
+            for lease in list(epoch.ledger.leases.values()):
+                epoch.ledger.renew(lease, now + self.settings.lease_s)
+
     def put(self, lease: Lease) -> bool:
         """The item is there. False: a late answer, refused and counted; the caller drops its item."""
         self._check()

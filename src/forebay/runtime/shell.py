@@ -10,9 +10,10 @@ Called by the stages' loops through `runtime.local`.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from forebay.errors import Stopped
@@ -41,7 +42,7 @@ class FlowShell:
         self._preparing: set[Key] = set()
         self._stopping = False
         self.stop_asked = False  # set in a signal handler, which may take no lock; the watchdog then requests the stop
-        self._drained = False
+        self._drained = self._leases_held = False
         self.cause: BaseException | None = None
         self.last_moved = time.monotonic()
         self.failures: list[str] = []  # what went wrong with jobs, newest last, for the run report
@@ -155,7 +156,7 @@ class FlowShell:
     def expire_leases(self) -> list[Lease]:
         """Return jobs of workers that were silent past their lease. Called by the watchdog."""
         with self._changed:
-            if self.cause is not None:
+            if self.cause is not None or self._leases_held:
                 return []
             lost = self._coordinator.expire(time.monotonic())
             for lease in lost:
@@ -166,6 +167,17 @@ class FlowShell:
                 self._adopt_failure()
                 self._moved()
         return lost
+
+    @contextlib.contextmanager
+    def leases_held(self) -> Iterator[None]:
+        """While the drafter itself uses a target (an evaluation) workers may have to wait: no lease expires."""
+        self._leases_held = True
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._coordinator.renew_all(time.monotonic())
+                self._leases_held = False
 
     def hung(self) -> list[Lease]:
         """Attempts that were silent past their lease and have not answered yet."""
