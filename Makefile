@@ -5,7 +5,7 @@ export OMP_WAIT_POLICY := PASSIVE
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: env demo test soak lint format clean
+.PHONY: env demo test interop fuzz soak lint format clean
 
 env: .venv/.ready
 
@@ -21,6 +21,15 @@ demo: env
 
 test: env
 	$(BIN)/python -m pytest -m "not slow and not gpu"
+
+# our exports through the packages dflash and speculators, in an environment of their own (exit 3: not to be had)
+interop:
+	scripts/interop_env.sh
+	.venv-interop/bin/python -m pytest tests/interop
+
+# 10,000 mutated input files through prepare
+fuzz: env
+	$(BIN)/python tests/fuzz_prepare.py 10000
 
 # a quarter of an hour: kills, faults, a thousand starts and stops
 soak: env

@@ -198,12 +198,29 @@ def evaluate(
 
 
 def export(
-    source: PathLike, out: PathLike, *, format: str = "zlab", step: str = "best", overwrite: bool = False
+    source: PathLike,
+    out: PathLike,
+    *,
+    format: str = "zlab",
+    step: str = "best",
+    target: PathLike | None = None,
+    gguf_file: str | None = None,
+    overwrite: bool = False,
 ) -> str:
-    """Write the drafter of a run, checkpoint or folder for an engine (`zlab` or `speculators`); returns the folder."""
-    from forebay.io.drafters import export_drafter
+    """Write the drafter of a run, checkpoint or folder for an engine (`zlab` or `speculators`); returns the folder.
 
-    return str(export_drafter(source, out, format=format, step=step, overwrite=overwrite))
+    `target`: how the engine will find the target (default: the name that training knew it by). Where it is a folder and
+    the draft vocabulary is reduced, the rows of its head travel with the drafter.
+    """
+    from forebay.io.drafters import export_drafter, find_drafter
+
+    head = None
+    if target is not None and find_drafter(source, step=step).drafter.vocabulary is not None:
+        from forebay.models.load import load_model
+
+        head = load_model(_target(target, gguf_file)).get_output_embeddings().weight
+    named = None if target is None else os.fspath(target)
+    return str(export_drafter(source, out, format=format, step=step, target=named, head=head, overwrite=overwrite))
 
 
 def import_drafter(source: PathLike, out: PathLike, *, target: PathLike, gguf_file: str | None = None) -> str:

@@ -136,7 +136,9 @@ def build_parser() -> Parser:
     p.add_argument("source", help="a run folder or a checkpoint")
     p.add_argument("--format", choices=["zlab", "speculators"], default="zlab")
     p.add_argument("--out", required=True, metavar="DIR")
-    p.add_argument("--step", metavar="best|last|N", default="best")
+    p.add_argument("--step", metavar="best|last|N", default="best", help="which checkpoint of a run")
+    _target_options(p, required=False)
+    p.add_argument("--overwrite", action="store_true", help="replace a drafter that is there")
 
     p = _command(commands, "import", "read a drafter of another trainer", _import)
     p.add_argument("source")
@@ -269,7 +271,8 @@ def _eval(a: argparse.Namespace) -> None:
 def _export(a: argparse.Namespace) -> None:
     from forebay import api
 
-    print(api.export(a.source, a.out, format=a.format, step=a.step))
+    options = {"target": a.target, "gguf_file": a.gguf_file, "overwrite": a.overwrite}
+    print(api.export(a.source, a.out, format=a.format, step=a.step, **options))
 
 
 def _import(a: argparse.Namespace) -> None:
