@@ -27,8 +27,6 @@ from forebay.runtime.shell import FlowShell
 from forebay.runtime.turn import Turn
 from forebay.stages.train import DrafterStep, train_loop
 
-SHORTEST_S = 0.05
-
 
 @dataclass
 class TimedReplica:
@@ -47,6 +45,22 @@ class TimedReplica:
         sums = BlockSums.zeros(1)
         sums.weight += 1
         return sums
+
+
+class TimedStep(DrafterStep):
+    """Notes how long the sum of gradients and the optimizer step take: they are the drafters' work, not waiting."""
+
+    record: Record
+    seconds = 0.0
+    steps = 0
+
+    def step(self, *args: Any, **more: Any) -> Any:
+        outcome = super().step(*args, **more)
+        now, begun = time.monotonic(), self.record.drafters[-1][1]
+        self.seconds += now - begun
+        self.steps += 1
+        self.record.steps.append((begun, now))
+        return outcome
 
 
 def timed_compute(work: Work, worker: int, record: Record) -> Callable[[Any], Any]:
@@ -85,14 +99,15 @@ def _shell(settings: FlowSettings, plan: EpochPlan) -> tuple[Coordinator, FlowSh
     return coordinator, FlowShell(coordinator)
 
 
-def run_real(fleet: Fleet, skew: Skew, design: Design) -> dict[str, Any]:
-    """One combination with real threads; the shortest wait of either side is SHORTEST_S."""
+def run_real(fleet: Fleet, skew: Skew, design: Design, shortest_s: float = 0.05) -> dict[str, Any]:
+    """One combination with real threads. `shortest_s`: the shortest timed wait of either side."""
     unit = make_work(skew, fleet, design)
-    work = make_work(skew, fleet, design, SHORTEST_S / min(unit.consume_s, float(unit.produce_s.min())))
-    record, clocks = Record(), Clocks()
+    work = make_work(skew, fleet, design, shortest_s / min(unit.consume_s, float(unit.produce_s.min())))
+    record, clocks = Record(fleet.drafters), Clocks()
     coordinator, shell = _shell(settings_of(fleet, design), work.plan)
     replicas = [TimedReplica(torch.nn.Linear(1, 1, bias=False), work.consume_s, record) for _ in range(fleet.drafters)]
-    step = DrafterStep(replicas, OptimConfig(), work.plan.windows)
+    step = TimedStep(replicas, OptimConfig(), work.plan.windows)
+    step.record = record
     clock = clocks.worker("drafter", "drafter 0")
 
     def train() -> None:
@@ -106,14 +121,14 @@ def run_real(fleet: Fleet, skew: Skew, design: Design) -> dict[str, Any]:
     record.first_draw = min(begin for begin, _ in record.drafters)
     outcome = Outcome(seconds=time.monotonic() - start, stats=coordinator.stats(time.monotonic()))
     record.into(outcome)
-    return row_of(fleet, "real", skew, design, outcome, _measured_bound(work, fleet, record))
+    return row_of(fleet, "real", skew, design, outcome, _measured_bound(work, fleet, record, step.seconds / step.steps))
 
 
 def _ignore(window: Any, outcome: Any) -> None:
     """Nothing to do after a step."""
 
 
-def _measured_bound(work: Work, fleet: Fleet, record: Record) -> float:
+def _measured_bound(work: Work, fleet: Fleet, record: Record, step_s: float) -> float:
     """min(produce, consume) with the waits as they turned out, not as they were asked for."""
     took = sum(end - start for start, end in record.targets)
     consume_s = sum(end - start for start, end in record.drafters) / len(record.drafters)
@@ -122,7 +137,8 @@ def _measured_bound(work: Work, fleet: Fleet, record: Record) -> float:
         share = (1 / work.slow) / (fleet.targets - 1 + 1 / work.slow)
         plain /= 1 - share + share * work.slow
     targets = fleet.targets - 1 + 1 / work.slow
-    return min(targets / (plain * float(work.produce_s.mean())), fleet.drafters / consume_s)
+    consume = 1 / (consume_s / fleet.drafters + step_s / fleet.window)
+    return min(targets / (plain * float(work.produce_s.mean())), consume)
 
 
 def coordination_cost(jobs: int = 20_000, targets: int = 8, drafters: int = 8) -> dict[str, Any]:

@@ -111,20 +111,28 @@ class Outcome:
 
 
 class Record:
-    """Busy intervals and finished items, cut to the span when it is known. The real-clock benchmark keeps one too."""
+    """Busy intervals and finished items, cut to the span when it is known. The real-clock benchmark keeps one too.
 
-    def __init__(self) -> None:
+    `steps`: what all drafters do together at a window's end.
+    """
+
+    def __init__(self, drafters: int) -> None:
+        self.count = drafters
         self.first_draw: float | None = None
         self.last_lease = 0.0
         self.targets: list[tuple[float, float]] = []
         self.drafters: list[tuple[float, float]] = []
+        self.steps: list[tuple[float, float]] = []
 
     def into(self, outcome: Outcome) -> Outcome:
         lo, hi = self.first_draw or 0.0, self.last_lease
         outcome.span = (lo, hi)
         outcome.consumed = sum(lo < end <= hi for _, end in self.drafters)
-        outcome.busy_targets_s = sum(max(min(end, hi) - max(start, lo), 0.0) for start, end in self.targets)
-        outcome.busy_drafters_s = sum(max(min(end, hi) - max(start, lo), 0.0) for start, end in self.drafters)
+        outcome.busy_targets_s, outcome.busy_drafters_s, together = (
+            sum(max(min(end, hi) - max(start, lo), 0.0) for start, end in busy)
+            for busy in (self.targets, self.drafters, self.steps)
+        )
+        outcome.busy_drafters_s += self.count * together
         return outcome
 
 
@@ -136,7 +144,7 @@ class Simulation:
         self.load = load
         self.plans = list(plans)
         self.now = 0.0
-        self.record = Record()
+        self.record = Record(settings.drafters)
         self.outcome = Outcome()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
@@ -257,6 +265,7 @@ class Simulation:
             return
         self._left -= 1
         if self._left == 0:
+            self.record.steps.append((self.now, self.now + self.load.step_s))
             self.at(self.now + self.load.step_s, lambda: self._land(window))
 
     def _land(self, window: Window) -> None:
