@@ -70,6 +70,18 @@ def test_rows_are_kept_or_counted_by_reason_with_their_rows_and_lines(tmp_path, 
     assert len(TokenStore.open(tmp_path / "s" / "train")) == 2
 
 
+def test_rows_of_several_shapes_and_types_load_from_one_file(tmp_path, tokenizer):
+    """C67: a column that is text in row 1 and a list in row 500 breaks no inference of types."""
+    turns = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "one two"}]
+    rows = [{"messages": json.dumps(R0["messages"]), "extra": "text"}, *[{"conversations": turns}] * 498]
+    rows += [
+        {"messages": R0["messages"], "extra": ["a", {"list": 1}]},
+        {"prompt": "hi", "response": "one two", "extra": 3},
+    ]
+    report = run(write_jsonl(tmp_path / "a.jsonl", rows), tmp_path / "s", tokenizer)
+    assert (report["kept"], report["dropped"], report["duplicates"]) == (501, {}, 499)
+
+
 def test_a_row_without_room_for_a_block_is_too_short(tmp_path, tokenizer):
     """C58: three tokens in all."""
     path = write_jsonl(tmp_path / "a.jsonl", [talk(0), {"text": "a:b"}])
@@ -361,12 +373,13 @@ def test_a_killed_worker_is_named_and_the_run_ends(tmp_path, tokenizer, monkeypa
     """C71."""
     monkeypatch.setattr(chunks, "CHUNK_ROWS", 1)
     path = write_jsonl(tmp_path / "a.jsonl", [talk(i) for i in range(400)])
-    real = chunks._chunks
+    real, others = chunks._chunks, {child.pid for child in multiprocessing.active_children()}
 
     def kill_one(*args):
         for number, chunk in enumerate(real(*args)):
             if number == 2:  # the pool has started its processes
-                os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
+                workers = {child.pid for child in multiprocessing.active_children()} - others
+                os.kill(workers.pop(), signal.SIGKILL)
             yield chunk
 
     monkeypatch.setattr(chunks, "_chunks", kill_one)

@@ -110,5 +110,6 @@ def encoded_chunks(
                     "a data worker was killed (out of memory?): run the same command again with fewer --workers, "
                     "it goes on where it stopped"
                 ) from None
-            finally:
+            except BaseException:  # the consumer stopped, or a chunk failed: what is queued is not wanted any more
                 pool.shutdown(wait=False, cancel_futures=True)
+                raise

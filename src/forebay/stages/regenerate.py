@@ -5,9 +5,9 @@ its finish reason and what made it; a killed run goes on where it stopped, a lin
 made with other settings are never mixed in. Prompts that cannot be used are counted by reason. Called by `api`, `cli`;
 answers come from a loaded model here, or from a server in `stages.endpoint`.
 
-    from forebay.stages.regenerate import load_target, regenerate
-    model, tokenizer = load_target("path/to/target", dtype="bfloat16")
-    regenerate("prompts.jsonl", "data.jsonl", target=model, tokenizer=tokenizer, max_new_tokens=256)
+    where = TargetConfig(model="path/to/target", dtype="bfloat16")
+    target, tokenizer = load_model(where), load_tokenizer(where)  # of models.load
+    regenerate("prompts.jsonl", "data.jsonl", target=target, tokenizer=tokenizer, max_new_tokens=256)
 """
 
 from __future__ import annotations
@@ -66,14 +66,6 @@ class Prompt:
     @property
     def messages(self) -> list[dict[str, Any]]:
         return self.conversation.messages
-
-
-def load_target(folder: str | os.PathLike[str], *, dtype: str = "bfloat16", device: str = "cpu") -> tuple[Any, Any]:
-    """The model in evaluation mode, and its tokenizer."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
-    return model, AutoTokenizer.from_pretrained(folder)
 
 
 class AnswerFile:
