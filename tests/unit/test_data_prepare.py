@@ -157,7 +157,8 @@ def test_template_arguments_recorded_by_regenerate_are_used_and_checked(tmp_path
     store = TokenStore.open(tmp_path / "s" / "train")
     assert store.manifest["template_kwargs"] == {"enable_thinking": False}
     with pytest.raises(DataError, match=r"'enable_thinking': False.*'enable_thinking': True"):
-        run(path, tmp_path / "t", tokenizer, template_kwargs={"enable_thinking": True})
+        run(path, tmp_path / "s", tokenizer, template_kwargs={"enable_thinking": True})
+    assert len(TokenStore.open(tmp_path / "s" / "train")) == 2  # the older store is left alone
 
 
 def test_of_a_regenerated_conversation_only_the_last_answer_is_the_targets(tmp_path, tokenizer):

@@ -72,7 +72,9 @@ class Build:
             return None
 
     def open(self) -> None:
-        """Open the writers, and say first what is being made."""
+        """Open the writers, once, and say first what is being made. What an older store held is removed."""
+        if self.writers:
+            return
         shards = self._found.get("shards", {name: [] for name in SPLITS})
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / "report.json").unlink(missing_ok=True)

@@ -102,10 +102,10 @@ def prepare(
     if build.report.records:
         notice(f"going on after row {build.report.records:,} of an interrupted run")
     try:
-        build.open()
         stopped = None
         with Progress("prepare", source.total_bytes, progress) as shown:
             for chunk, last in encoded_chunks(source, loaded, settings, build.report.records, workers, notice):
+                build.open()  # not before a chunk was encoded: settings that fail at once leave an older store alone
                 by_file = np.full(len(chunk.splits), last.file >= source.heldout_from)
                 build.add(chunk, chunk.splits < heldout_share if heldout is None else by_file)
                 done = source.bytes_before(last)
@@ -117,6 +117,7 @@ def prepare(
                     break
                 if build.open_tokens >= shard_tokens:
                     build.close_shards()
+        build.open()
         stopped = stopped or reason_to_stop(build.report, True)
         facts = {"template_kwargs": template_kwargs, "max_length": max_length}
         compared = {"duplicates": 0, "overlap": {"ngram": NGRAM, "train_rows": 0, "first": []}, "fingerprints": {}}
