@@ -32,23 +32,36 @@ def prepare(
     gguf_file: str | None = None,
     heldout: PathLike | Sequence[PathLike] | None = None,
     heldout_share: float = 0.05,
+    on_policy_rows: int = 0,
     **options: Any,
 ) -> dict[str, Any]:
-    """Conversations -> a token store at `out`; returns its report. See `data.prepare.prepare` for the options."""
+    """Conversations -> a token store at `out`; returns its report. See `data.prepare.prepare` for the options.
+
+    `on_policy_rows`: how many rows the target is asked to continue greedily, to tell whether it wrote the answers.
+    """
     from forebay.data.prepare import prepare as run
-    from forebay.models.load import load_tokenizer
+    from forebay.models.load import load_model, load_tokenizer
     from forebay.observe.console import say
 
+    where = _target(target, gguf_file)
     files = [heldout] if isinstance(heldout, str | os.PathLike) else heldout
-    return run(
+    report = run(
         list(inputs),
         out,
-        tokenizer=load_tokenizer(_target(target, gguf_file)),
+        tokenizer=load_tokenizer(where),
         heldout=None if files is None else list(files),
         heldout_share=heldout_share,
         notice=say,
         **options,
     )
+    if on_policy_rows:
+        from forebay.data.store import TokenStore
+        from forebay.stages.onpolicy import add_to_report, check_on_policy
+
+        store = TokenStore.open(Path(out) / "train")
+        add_to_report(out, check_on_policy(store, load_model(where), rows=on_policy_rows))
+        report = json.loads((Path(out) / "report.json").read_text(encoding="utf-8"))
+    return report
 
 
 def plan(config: RunConfig) -> dict[str, Any]:
@@ -277,11 +290,14 @@ def regenerate(
     dtype: str = "auto",
     device: str = "cpu",
     batch_size: int = 64,
-    timeout_s: float = 120.0,
     template_args: dict[str, Any] | None = None,
+    server: dict[str, Any] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """The target's answers to prompts, in process or from an OpenAI-compatible endpoint; returns counts."""
+    """The target's answers to prompts, in process or from an OpenAI-compatible endpoint; returns counts.
+
+    `batch_size`: rows (or requests) at once. `server`: options of the endpoint (timeout_s, retries, on_fail, api_key).
+    """
     if endpoint is not None:
         from forebay.stages.endpoint import regenerate_by_endpoint
 
@@ -291,7 +307,8 @@ def regenerate(
             endpoint=endpoint,
             model=model,
             concurrency=batch_size,
-            timeout_s=timeout_s,
+            template_kwargs=template_args,
+            **(server or {}),
             **options,
         )
         return done.as_dict()

@@ -11,10 +11,11 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from forebay import __version__
-from forebay.errors import ForebayError, UsageError, nearest
+from forebay.errors import DataError, ForebayError, UsageError, nearest
 
 EXAMPLES = {
     "config": "forebay config run.yaml optim.lr=3e-4",
@@ -85,6 +86,11 @@ def build_parser() -> Parser:
     p.add_argument(
         "--template-arg", action="append", default=[], metavar="key=value", help="e.g. enable_thinking=false"
     )
+    p.add_argument("--chat-template", metavar="FILE", help="a Jinja file in place of the tokenizer's own template")
+    p.add_argument("--split-turns", action="store_true", help="one row per assistant turn, as it was when answered")
+    p.add_argument("--text-separator", metavar="TEXT", help="rows with ready `text`: what stands before each answer")
+    p.add_argument("--max-unsupervised", type=float, default=0.05, metavar="S", help="stop above this share of rows")
+    p.add_argument("--on-policy", type=int, default=0, metavar="N", help="let the target continue N rows and compare")
     p.add_argument("--strict", action="store_true", help="stop on any dropped row")
     p.add_argument("--workers", type=int, metavar="N", help="processes; default: by the size of the input")
     p.add_argument("--json", action="store_true")
@@ -102,6 +108,9 @@ def build_parser() -> Parser:
     p.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
     p.add_argument("--device", default="cpu")
     p.add_argument("--timeout", type=float, default=120.0, metavar="S", help="of one request to the endpoint")
+    p.add_argument("--retries", type=int, default=3, metavar="N", help="of a request to the endpoint")
+    p.add_argument("--on-fail", choices=["skip", "stop"], default="skip", help="when all retries of a prompt failed")
+    p.add_argument("--api-key", metavar="KEY")
     p.add_argument("--template-arg", action="append", default=[], metavar="key=value")
     p.add_argument("--json", action="store_true")
 
@@ -188,20 +197,39 @@ def _config(a: argparse.Namespace) -> None:
 
 def _prepare(a: argparse.Namespace) -> None:
     from forebay import api
+    from forebay.data.report import render
+    from forebay.observe.console import console
 
-    report = api.prepare(
-        a.inputs,
-        a.out,
-        target=a.target,
-        gguf_file=a.gguf_file,
-        heldout=a.heldout,
-        heldout_share=a.heldout_share,
-        max_length=a.max_length,
-        last_turn_only=a.last_turn_only,
-        template_kwargs=_template_args(a.template_arg) or None,
-        strict=a.strict,
-        workers=a.workers,
-    )
+    template = None
+    if a.chat_template is not None:
+        if not Path(a.chat_template).is_file():
+            raise UsageError(f"no file at {a.chat_template}: --chat-template takes a Jinja file")
+        template = Path(a.chat_template).read_text(encoding="utf-8")
+    try:
+        report = api.prepare(
+            a.inputs,
+            a.out,
+            target=a.target,
+            gguf_file=a.gguf_file,
+            heldout=a.heldout,
+            heldout_share=a.heldout_share,
+            on_policy_rows=a.on_policy,
+            max_length=a.max_length,
+            last_turn_only=a.last_turn_only,
+            split_turns=a.split_turns,
+            text_separator=a.text_separator,
+            chat_template=template,
+            template_kwargs=_template_args(a.template_arg) or None,
+            strict=a.strict,
+            max_unsupervised=a.max_unsupervised,
+            workers=a.workers,
+        )
+    except DataError:
+        stopped = Path(a.out) / "report.json"
+        if stopped.is_file():  # why it stopped is in the table
+            console.print(render(json.loads(stopped.read_text(encoding="utf-8"))))
+        raise
+    console.print(render(report))
     _out(report, a.json, f"token store: {a.out}")
 
 
@@ -223,8 +251,8 @@ def _regenerate(a: argparse.Namespace) -> None:
         seed=a.seed,
         dtype=a.dtype,
         device=a.device,
-        timeout_s=a.timeout,
         template_args=_template_args(a.template_arg),
+        server={"timeout_s": a.timeout, "retries": a.retries, "on_fail": a.on_fail, "api_key": a.api_key},
     )
     _out(summary, a.json)
 
