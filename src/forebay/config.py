@@ -211,7 +211,10 @@ class RuntimeConfig(Section):
     )
     threads: int | None = Field(None, ge=1, description="cores to use; null: all")
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="drafter compute dtype")
-    compile: bool = False
+    compile: bool = Field(False, description="compile the drafter's step once at start-up; a CUDA graph where it can")
+    log_every: int | None = Field(
+        None, ge=1, description="steps between reads of their losses from the device; null: 1 on a CPU, else 10"
+    )
     prefetch_threads: int = Field(1, ge=1)
     prefetch_jobs: int = Field(4, ge=1, description="host batches prepared ahead")
     max_attempts: int = Field(3, ge=1, description="attempts of a job before it is quarantined")

@@ -1,10 +1,10 @@
 """The micro-step over buffers of one fixed shape: compiled once, and on CUDA replayed as one graph.
 
-Guarantees: the sums and the gradients added are those of `models.step.micro_step`, padding included; after `build`
-nothing is compiled or captured again, whatever the items hold. Where the step cannot be compiled, `build` raises with
-the reason and the caller goes on with `micro_step`; where only the capture fails, the compiled step is launched kernel
-by kernel. From `build` on the gradients live in fixed memory: set them to zero, never to None. `build` is called before
-other threads use the device. Called by `stages.train` and `bench.drafter`.
+Guarantees: the sums and the gradients added are those of `models.step.micro_step`, padding included. After `build`
+nothing is compiled or captured again, whatever the items hold: a step that would be is an error. Where the step cannot
+be compiled, `build` raises with the reason and the caller goes on with `micro_step`; where only the capture fails, the
+compiled step is launched kernel by kernel. From `build` on the gradients live in fixed memory: set them to zero, never
+to None. `build` is called before other threads use the device. Called by `stages.train`.
 
 Legend: T context tokens, H hidden size, A anchors, B slots of a block, S supervised slots.
 """
@@ -26,6 +26,7 @@ from forebay.models.drafter import Drafter
 from forebay.models.loss import BlockSums, block_loss
 from forebay.models.step import Batch, Borrowed
 
+BACKEND = "inductor"  # of torch.compile
 WARM_UPS = 3  # steps before a capture: libraries choose and allocate in their first ones
 
 
@@ -130,9 +131,7 @@ class FixedStep:
         total.backward()
         return sums
 
-    def __call__(
-        self, batch: Batch, features: Tensor, scale: float, last_hidden: Tensor | None = None
-    ) -> BlockSums:
+    def __call__(self, batch: Batch, features: Tensor, scale: float, last_hidden: Tensor | None = None) -> BlockSums:
         """Forward, loss and backward of one item; see `models.step.micro_step`."""
         self._load(batch, features, scale, last_hidden)
         if self._graph is None:
@@ -146,9 +145,11 @@ class FixedStep:
         """Compile, and on CUDA capture, over empty buffers. Returns what was made; raises where compiling fails."""
         for parameter in self.drafter.parameters():
             parameter.grad = torch.zeros_like(parameter)
-        if self.device.type == "cpu" and not any(map(shutil.which, ("c++", "g++", "clang++"))):
+        if BACKEND == "inductor" and not any(map(shutil.which, ("c++", "g++", "clang++"))):
             raise ForebayError("no C++ compiler (c++, g++ or clang++) is on the PATH")
-        self._states_and_loss = torch.compile(self._forward, fullgraph=True, dynamic=False)
+        compiled = torch.compile(self._forward, backend=BACKEND, fullgraph=True, dynamic=False)
+        compiled()[0].backward()
+        self._states_and_loss = torch.compiler.set_stance("fail_on_recompile")(compiled)
         self._run()
         return "compiled" if self.device.type != "cuda" else self._capture()
 

@@ -57,8 +57,13 @@ class MetricsLog:
         """Bytes written so far."""
         return os.fstat(self._file.fileno()).st_size
 
+    @property
+    def seconds(self) -> float:
+        """Since the start."""
+        return round(time.monotonic() - self._start, 3)
+
     def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
-        line = {"kind": kind, "step": step, "t": round(time.monotonic() - self._start, 3), **values}
+        line = {"kind": kind, "step": step, "t": self.seconds, **values}
         try:
             self._file.write(json.dumps(line) + "\n")
             self._file.flush()

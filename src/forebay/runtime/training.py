@@ -23,8 +23,9 @@ from forebay.errors import ConfigError, ForebayError
 from forebay.flow.coordinator import Coordinator, FlowSettings
 from forebay.io import checkpoint
 from forebay.io.checkpoint import Checkpoints, Snapshot, write_text
-from forebay.io.formats import zlab
+from forebay.io.drafters import export_drafter
 from forebay.models.checks import check_states
+from forebay.models.graph import compilations
 from forebay.observe.clock import Clocks, WorkerClock
 from forebay.observe.console import Steps, say
 from forebay.observe.metrics import MetricsLog
@@ -33,12 +34,12 @@ from forebay.runtime.evaluation import HeldOut
 from forebay.runtime.faults import Faults
 from forebay.runtime.local import Watchdog, run_local, signals
 from forebay.runtime.shell import FlowShell
+from forebay.runtime.steplog import StepLog
 from forebay.runtime.turn import Turn
 from forebay.stages.item import Item, SlotPool
 from forebay.stages.train import DrafterStep, Outcome, train_loop
 
 STATUS_S = 2.0
-OWN_WAITS = ("turn", "checkpoint")  # a drafter's waits that are not for data
 
 
 class TrainingRun:
@@ -55,6 +56,7 @@ class TrainingRun:
         self.config, self.quiet = config, quiet
         self.folder = Path(config.run_dir)
         self.started = time.monotonic()
+        self.compiled_before = compilations()
         self.say = (lambda text: None) if quiet else say
         self.checkpoints = Checkpoints(
             self.folder / "checkpoints",
@@ -135,6 +137,15 @@ class TrainingRun:
         self.turn = Turn(self.alternate, self.shell.failed)
         self.in_use = [Turn(True, self.shell.failed) for _ in self.targets]
         evals: list[dict[str, Any]] = saved.state["evals"] if saved is not None else []
+        self.steps = StepLog(
+            self.log,
+            self.clocks,
+            every=config.runtime.log_every or (1 if config.runtime.drafters[0] == "cpu" else 10),
+            total_steps=self.total_steps,
+            supervised=self._supervised,
+            stats=self.shell.stats,
+            show=self._show,
+        )
         self.heldout = HeldOut(self.models, config.eval, self.in_use[0], self.clock, self.log, self.say, evals)
 
     # -- the stages' work --------------------------------------------------------------------------------------------
@@ -221,6 +232,9 @@ class TrainingRun:
                 replica.micro_step = self.faults.micro_step(replica.micro_step)
         if config.eval.at_start and not self.heldout.evals:
             self._evaluate("start")
+        if config.runtime.compile:
+            torch.set_num_threads(threads)  # what the graph is made for
+            self._compile()
         self.clocks.started = time.monotonic()
         self.doing = "training"
 
@@ -252,6 +266,17 @@ class TrainingRun:
         for item in left:
             self.pool.release(item.slot)
 
+    def _compile(self) -> None:
+        """Before any other thread runs. A step that cannot be compiled is taken eagerly, with a notice."""
+        self.doing, start, shape = "compiling", time.monotonic(), self.prepared.shape
+        try:
+            made = self.step.compile(shape.token_budget, shape.anchors, shape.slots)
+        except Exception as error:  # noqa: BLE001 - compilers fail in many ways, and the run can do without
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            self.say(f"runtime.compile: the drafter's step is taken eagerly, it could not be compiled: {reason}")
+        else:
+            self.say(f"the drafter's step is {made} ({time.monotonic() - start:.0f} s)")
+
     def _close(self) -> None:
         """However the run ended: nothing is left running, open or half written."""
         self.step.close()
@@ -264,63 +289,50 @@ class TrainingRun:
         except ForebayError as error:  # the first cause is on its way; this is the second
             self.say(str(error))
         self._status(now=True)
+        with contextlib.suppress(RuntimeError, ForebayError):  # as above
+            self.steps.flush()
         self.log.close()
 
     def _after_step(self, window: Any, outcome: Outcome) -> None:
         step, config = self.step.taken, self.config
-        sums = outcome.sums.report()
-        elapsed = max(1e-9, time.monotonic() - self.clocks.started)
-        self._tokens = getattr(self, "_tokens", 0) + outcome.tokens
-        waits = self.clocks.shares()["drafter"]["waits"]
-        stats = self.shell.stats()
-        self.log.write(
-            "step",
-            step,
-            {
-                "epoch": window.epoch,
-                "loss": outcome.loss,
-                "grad_norm": outcome.grad_norm,
-                "lr": outcome.lr,
-                "finite": outcome.finite,
-                "jobs": sorted(window.jobs),
-                "tokens": outcome.tokens,
-                "slots": outcome.slots,
-                "uniform_accept_length": sums["uniform_accept_length"],
-                "tokens_per_s": round(self._tokens / elapsed, 1),
-                "data_wait_share": round(sum(v for k, v in waits.items() if k not in OWN_WAITS), 4),
-                "mixing_r": stats["last_window"]["r"],
-                "occupancy": stats["last_window"]["occupancy"],
-                "age_max": stats["last_window"]["age_max"],
-                "charged_bytes": stats["charged_bytes"],
-            },
-        )
-        note = f"loss {outcome.loss:.3f}  uniform accept {sums['uniform_accept_length']:.2f}"
-        if self.heldout.evals:
-            note += f"  held-out accept length {self.heldout.evals[-1]['accept_length']:.3f}"
-        self.bar.advance(note)
+        self.steps.add(step, window, outcome)
         self.checkpoints.check()
         last = step >= self.total_steps
         every = config.eval.every_steps
-        if outcome.finite and not last and ((every and step % every == 0) or self._epoch_ended(window)):
+        evaluated = outcome.finite and not last and ((every and step % every == 0) or self._epoch_ended(window))
+        if evaluated:
             self._evaluate("step")
         elif outcome.finite and config.eval.guard and step == config.eval.guard_step:
-            self.heldout.guard(step)
-        if outcome.finite and step % config.checkpoint.every_steps == 0 and not last:
-            self._checkpoint()
+            with self.shell.leases_held():
+                self.heldout.guard(step)
+        if outcome.finite and not last and (evaluated or step % config.checkpoint.every_steps == 0):
+            self._checkpoint()  # what was measured is kept, in case it stays the best
+
+    def _show(self, note: str, steps: int) -> None:
+        if self.heldout.evals:
+            note += f"  held-out accept length {self.heldout.evals[-1]['accept_length']:.3f}"
+        self.bar.advance(note, steps)
+
+    def _supervised(self, window: Any) -> int:
+        plan, counts = self.plans[window.epoch], self.prepared.train.supervised
+        return sum(int(counts[list(plan.job(job).rows)].sum()) for job in window.jobs)
 
     def _epoch_ended(self, window: Any) -> bool:
         """Whether this window was the last of its epoch (evaluated there where no interval is set)."""
         return self.config.eval.every_steps is None and window.epoch not in self.shell.stats()["epochs"]
 
     def _evaluate(self, when: str) -> None:
+        self.steps.flush()
         before, self.doing = self.doing, "evaluating"
         self.faults.at("eval")
-        self.heldout.measure(when, self.step.taken)
+        with self.shell.leases_held():
+            self.heldout.measure(when, self.step.taken)
         self.doing = before
 
     # -- checkpoints, status, summary --------------------------------------------------------------------------------
 
     def _checkpoint(self) -> None:
+        self.steps.flush()
         now = [e for e in self.heldout.evals if e["step"] == self.step.taken and e["when"] != "start"]
         with self.clock.waiting("checkpoint"):
             self.checkpoints.save(self.snapshot(), now[-1]["accept_length"] if now else None)
@@ -368,7 +380,7 @@ class TrainingRun:
         quarantined = sum(len(jobs) for jobs in self.coordinator.quarantined.values())
         planned = sum(len(plan) for plan in self.plans)
         finished = left == 0
-        measured = [e for e in self.heldout.evals if e["when"] != "start"]
+        measured = sorted((e for e in self.heldout.evals if e["when"] != "start"), key=lambda e: e["accept_length"])
         before = next((e for e in self.heldout.evals if e["when"] == "start"), None)
         summary = {
             "finished": finished,
@@ -387,11 +399,12 @@ class TrainingRun:
             "peak_bytes": stats["peak_bytes"],
             "mixing": stats["mixing"],
             "failures": self.shell.failures,
+            "compilations": compilations() - self.compiled_before,
             "wall_s": round(time.monotonic() - self.started, 1),
         }
         if finished:
             folder = self.folder / "drafter"
-            zlab.write_zlab(folder, self.models.stored(), extras=self.models.extras, overwrite=True)
+            export_drafter(self.folder, folder, step="best", target=self.config.target.model, overwrite=True)
             summary["drafter"] = str(folder)
         write_text(self.folder / "summary.json", json.dumps(summary, indent=1))
         self.doing = "finished" if finished else "stopped"

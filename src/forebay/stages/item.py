@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -22,6 +23,18 @@ class Slot:
 
     features: torch.Tensor  # [T, F]
     last_hidden: torch.Tensor | None  # [T, H], before the target's final norm; only for losses that need it
+    read: Any = None  # event after the last copies out of it that a GPU was told to make
+
+    def read_on(self, device: torch.device) -> None:
+        """The copies out of this slot that `device` was told to make so far must end before it is written again."""
+        if device.type == "cuda":
+            self.read = torch.cuda.current_stream(device).record_event()
+
+    def wait_until_read(self) -> None:
+        """Before writing: wait for those copies."""
+        if self.read is not None:
+            self.read.synchronize()
+            self.read = None
 
     @property
     def nbytes(self) -> int:
@@ -63,10 +76,13 @@ class SlotPool:
     def acquire(self) -> Slot:
         """A slot of zeros or of old values (padding is never read). Its room was leased, so there is always one."""
         with self._lock:
-            if self._free:
-                return self._free.pop()
-            assert self._made < self._capacity, f"more than {self._capacity} slots in use: a lease took no room"
-            self._made += 1
+            slot = self._free.pop() if self._free else None
+            if slot is None:
+                assert self._made < self._capacity, f"more than {self._capacity} slots in use: a lease took no room"
+                self._made += 1
+        if slot is not None:
+            slot.wait_until_read()
+            return slot
         tokens, features, hidden = self._shape
 
         def new(width: int) -> torch.Tensor:

@@ -3,7 +3,10 @@
 Guarantees: the gradient of a step is that of one big batch of the window's items, however they are dealt to replicas
 (G6): every item's loss is divided by the window's weight sum, known before the first backward; replicas accumulate
 without talking and their gradients are summed once, in replica order. A step whose gradient is not finite is not
-taken and its window is skipped. An item's room is freed after its own micro-step. Called by `runtime.training`.
+taken (the device itself leaves the weights alone) and its window is skipped. An item's room is freed after its own
+micro-step. Of a step one thing reaches the host, once: whether it was finite. The ledger commits no window that is not
+in the weights, so that cannot be put off; the loss and the norm wait on the device until they are asked for. Called by
+`runtime.training`.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import torch
 from forebay.config import LossConfig, OptimConfig
 from forebay.errors import ForebayError
 from forebay.models.drafter import Drafter
+from forebay.models.graph import FixedStep
 from forebay.models.loss import BlockSums
 from forebay.models.step import Borrowed, micro_step
 from forebay.observe.clock import WorkerClock
@@ -56,36 +60,59 @@ class DrafterReplica:
     def __init__(self, module: Drafter, borrowed: Borrowed, loss: LossConfig, dtype: torch.dtype) -> None:
         self.module, self._borrowed, self._loss, self._dtype = module, borrowed, loss, dtype
         self._device = borrowed.embed.device
+        self._fixed: FixedStep | None = None
+
+    def compile(self, tokens: int, anchors: int, slots: int) -> str:
+        """Take every micro-step from now on over buffers of this shape; says what was made. See `models.graph`."""
+        step = FixedStep(
+            self.module, self._borrowed, self._loss, self._dtype, tokens=tokens, anchors=anchors, slots=slots
+        )
+        made = step.build()
+        self._fixed = step
+        return made
 
     def micro_step(self, item: Item, scale: float) -> BlockSums:
-        last = item.slot.last_hidden
-        return micro_step(
-            self.module,
-            item.batch,
-            item.slot.features.to(self._device, non_blocking=True),
-            self._borrowed,
-            self._loss,
-            scale,
-            last_hidden=None if last is None else last.to(self._device, non_blocking=True),
-            dtype=self._dtype,
-        )
+        slot = item.slot
+        if self._fixed is not None:
+            sums = self._fixed(item.batch, slot.features, scale, slot.last_hidden)
+        else:
+            sums = micro_step(
+                self.module,
+                item.batch,
+                slot.features.to(self._device, non_blocking=True),
+                self._borrowed,
+                self._loss,
+                scale,
+                last_hidden=None if slot.last_hidden is None else slot.last_hidden.to(self._device, non_blocking=True),
+                dtype=self._dtype,
+            )
+        slot.read_on(self._device)
+        return sums
 
 
 @dataclass
 class Outcome:
-    """What one window gave."""
+    """What one window gave. Reading `loss` or `grad_norm` waits for the device."""
 
     finite: bool
-    loss: float
-    grad_norm: float
     lr: float
+    weight_sum: float
+    norm: torch.Tensor  # []
     sums: BlockSums
     tokens: int = 0
     slots: int = 0
 
+    @property
+    def loss(self) -> float:
+        return float(self.sums.loss) / max(self.weight_sum, 1e-30)
 
-def _to_cpu(sums: BlockSums) -> BlockSums:
-    return BlockSums(*(getattr(sums, f.name).to("cpu") for f in fields(sums)))
+    @property
+    def grad_norm(self) -> float:
+        return float(self.norm)
+
+
+def _moved(sums: BlockSums, device: torch.device) -> BlockSums:
+    return BlockSums(*(getattr(sums, f.name).to(device, non_blocking=True) for f in fields(sums)))
 
 
 class DrafterStep:
@@ -102,6 +129,13 @@ class DrafterStep:
             self.parameters, lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay, fused=True
         )
         self._pool = ThreadPoolExecutor(len(self.replicas), "drafter") if len(self.replicas) > 1 else None
+        self._compiled = False
+
+    def compile(self, tokens: int, anchors: int, slots: int) -> str:
+        """Compile each replica's step for items of this one shape. Raises where that is not possible."""
+        self._compiled = True
+        made = {replica.compile(tokens, anchors, slots) for replica in self.replicas}
+        return "; ".join(sorted(made))
 
     def accumulate(
         self, parts: list[list[Any]], turn: Callable[..., Any], clock: WorkerClock, release: Callable[[Any], None]
@@ -122,7 +156,8 @@ class DrafterStep:
             per_item = run(self.replicas[0], parts[0])
         else:
             futures = [self._pool.submit(run, r, p) for r, p in zip(self.replicas, parts, strict=True)]
-            per_item = [_to_cpu(sums) for future in futures for sums in future.result()]
+            device = self.parameters[0].device
+            per_item = [_moved(sums, device) for future in futures for sums in future.result()]
             self._sum_gradients()
         return weight_sum, functools.reduce(operator.add, per_item)
 
@@ -134,7 +169,6 @@ class DrafterStep:
                 if gradient is not None:
                     moved = gradient.to(lead.device)
                     lead.grad = moved.clone() if lead.grad is None else lead.grad.add_(moved)
-                    replica[index].grad = None
 
     def step(
         self, parts: list[list[Any]], turn: Callable[..., Any], clock: WorkerClock, release: Callable[[Any], None]
@@ -145,19 +179,19 @@ class DrafterStep:
         weight_sum, sums = self.accumulate(parts, turn, clock, release)
         with turn(clock), clock.busy():
             norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.optim.clip, foreach=True)
-            grad_norm = float(norm)
-            loss = float(sums.loss) / max(weight_sum, 1e-30)
+            sound = torch.isfinite(norm) & torch.isfinite(sums.loss)
             rate = learning_rate(self.taken, self.total_steps, self.optim)
-            finite = math.isfinite(grad_norm) and math.isfinite(loss)
-            if finite:
-                for group in self.optimizer.param_groups:
-                    group["lr"] = rate
-                self.optimizer.step()
-                self.taken += 1
-                self._broadcast()
-            self.optimizer.zero_grad(set_to_none=True)
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate
+            self.optimizer.found_inf = (~sound).float()  # read by the fused kernel, which then changes nothing
+            self.optimizer.step()
+            self._broadcast()
+            for replica in self.replicas:
+                replica.module.zero_grad(set_to_none=not self._compiled)
+            finite = bool(sound)
+        self.taken += finite
         self.bad_in_a_row = 0 if finite else self.bad_in_a_row + 1
-        return Outcome(finite, loss, grad_norm, rate, sums, tokens, slots)
+        return Outcome(finite, rate, weight_sum, norm, sums, tokens, slots)
 
     def _broadcast(self) -> None:
         with torch.no_grad():
@@ -189,7 +223,7 @@ class DrafterStep:
         for name, parameter in zip(names, self.parameters, strict=True):
             if f"exp_avg.{name}" in tensors:
                 self.optimizer.state[parameter] = {
-                    "step": torch.tensor(float(taken)),
+                    "step": torch.tensor(float(taken), device=parameter.device),
                     "exp_avg": tensors[f"exp_avg.{name}"].to(parameter.device, copy=True),
                     "exp_avg_sq": tensors[f"exp_avg_sq.{name}"].to(parameter.device, copy=True),
                 }
