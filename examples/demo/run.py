@@ -18,8 +18,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from forebay import api, config
 from forebay.config import TargetConfig
+from forebay.data.report import render
 from forebay.errors import ForebayError
-from forebay.observe.console import say, table
+from forebay.observe.console import console, say, table
 
 HERE = Path(__file__).parent
 RUN = Path("runs/demo")
@@ -58,7 +59,8 @@ def main() -> int:
     RUN.mkdir(parents=True, exist_ok=True)
     target, store = RUN / "target", RUN / "store"
     unpack_target(target)
-    api.prepare([HERE / "train.jsonl"], store, target=target, heldout=HERE / "heldout.jsonl", max_length=768)
+    data = {"heldout": HERE / "heldout.jsonl", "max_length": 768}
+    console.print(render(api.prepare([HERE / "train.jsonl"], store, target=target, **data)))
     summary = train()
     if not summary["finished"]:
         return 0
