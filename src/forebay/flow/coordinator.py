@@ -19,7 +19,7 @@ from forebay.errors import PoisonError
 from forebay.flow.admission import Admission, Blocked, check_budget
 from forebay.flow.epoch import Epoch
 from forebay.flow.ledger import LEASED, READY, STATES, Lease
-from forebay.flow.plan import EpochPlan
+from forebay.flow.jobs import EpochPlan
 from forebay.flow.queues import Drawn
 from forebay.flow.settings import (
     WAIT_END,

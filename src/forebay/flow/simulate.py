@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from forebay.flow.coordinator import Coordinator, FlowSettings, Lease, Wait, Window
-from forebay.flow.plan import EpochPlan, PlanParams
+from forebay.flow.jobs import EpochPlan, PlanParams
 from forebay.flow.queues import simulate_draws
 
 
