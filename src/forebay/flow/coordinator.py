@@ -18,8 +18,8 @@ from typing import Any
 from forebay.errors import PoisonError
 from forebay.flow.admission import Admission, Blocked, check_budget
 from forebay.flow.epoch import Epoch
-from forebay.flow.ledger import LEASED, READY, STATES, Lease
 from forebay.flow.jobs import EpochPlan
+from forebay.flow.ledger import LEASED, READY, STATES, Lease
 from forebay.flow.queues import Drawn
 from forebay.flow.settings import (
     WAIT_END,

@@ -11,9 +11,9 @@ from collections.abc import Container, Hashable
 from typing import Any
 
 from forebay.errors import ConfigError
+from forebay.flow.jobs import EpochPlan
 from forebay.flow.ledger import DRAWN, PENDING, Lease, Ledger
 from forebay.flow.mixing import Meter
-from forebay.flow.jobs import EpochPlan
 from forebay.flow.queues import BucketedHSQueue, BufferedHSQueue, Drawn, HSQueue, PerDrafterHSQueue, PlannedHSQueue
 from forebay.flow.random import CounterRandom
 from forebay.flow.settings import FlowSettings
