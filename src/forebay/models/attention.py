@@ -11,6 +11,7 @@ Row a * B + j of a block's tensors is slot j of block a.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,7 @@ from forebay.models.spec import DrafterSpec
 #: in query-key pairs (its Python and kernel overhead).
 MAX_CHUNK_QUERIES = 96
 CHUNK_OVERHEAD_PAIRS = 20_000
+KEY_MULTIPLE = 64
 
 
 KeysValues = tuple[Tensor, Tensor]
@@ -127,6 +129,8 @@ def _chunk(
     device: torch.device | str,
 ) -> Chunk:
     lo, hi = int(min(first[a:b].min(), anchors[a:b].min())), int(anchors[a:b].max())
+    # A few more masked rows, so that chunks come in few shapes: kernels are made once for each.
+    lo = max(0, lo - -(hi - lo + (b - a) * len(own)) % KEY_MULTIPLE)
     rows = np.arange(lo, hi)
     context = (rows >= first[a:b].reshape(-1, 1)) & (rows < np.repeat(anchors[a:b], len(own))[:, None])
     sees = np.concatenate([context, np.kron(np.eye(b - a, dtype=bool), own)], axis=1)
@@ -152,43 +156,81 @@ def attend(q: Tensor, context: KeysValues, own: KeysValues, view: BlockView | An
 
 
 class _CpuAttention(torch.autograd.Function):
-    """The chunks through torch's CPU flash kernel, keeping q, k, v and one number per row instead of every chunk."""
+    """The chunks, one group of heads at a time, as plain products.
+
+    Backward computes the probabilities of a chunk again, so no more than one chunk's are ever held. torch's flash
+    kernel for CPUs takes two to four times as long in bf16 (as long in fp32), most with key counts that are not round.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, ck: Tensor, cv: Tensor, k: Tensor, v: Tensor, block: int, chunks: tuple[Chunk, ...]
     ) -> Tensor:
-        out, sums = torch.empty_like(q), []
-        for c in chunks:
-            queries, keys, values, mask = _gathered(q, (ck, cv), (k, v), block, c)
-            part, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                queries, keys, values, attn_mask=mask
-            )
-            out[c.slots(block)] = _rows(part, q.shape[1])
-            sums.append(log_sum)
-        ctx.save_for_backward(q, ck, cv, k, v, out, *sums)
+        out = torch.empty_like(q)
+        for c, heads, group in _each(chunks, q, k):
+            queries, keys, values = _part(q, (ck, cv), (k, v), block, c, heads, group)
+            odds = _probabilities(queries, keys, c.mask)
+            out[c.slots(block), heads] = _unstacked(odds @ values, c.slots(block))
+        ctx.save_for_backward(q, ck, cv, k, v, out)
         ctx.block, ctx.chunks = block, chunks
         return out.flatten(1)
 
     @staticmethod
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
-        q, ck, cv, k, v, out, *sums = ctx.saved_tensors
+        q, ck, cv, k, v, out = ctx.saved_tensors
         block, slope = ctx.block, slope.view(q.shape)
         of_q, of_k, of_v = (torch.empty_like(x) for x in (q, k, v))
         of_ck, of_cv = torch.zeros_like(ck), torch.zeros_like(cv)
-        for c, log_sum in zip(ctx.chunks, sums, strict=True):
+        for c, heads, group in _each(ctx.chunks, q, k):
             rows, seen = c.slots(block), c.hi - c.lo
-            queries, keys, values, mask = _gathered(q, (ck, cv), (k, v), block, c)
-            part, part_slope = (_grouped(x[rows], k.shape[1]) for x in (out, slope))
-            by_q, by_k, by_v = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                part_slope, queries, keys, values, part, log_sum, 0.0, False, attn_mask=mask
-            )
-            of_q[rows] = _rows(by_q, q.shape[1])
+            queries, keys, values = _part(q, (ck, cv), (k, v), block, c, heads, group)
+            odds = _probabilities(queries, keys, c.mask)
+            of_out = _stacked(slope[rows, heads])
+            along = (of_out * _stacked(out[rows, heads])).sum(-1, keepdim=True)
+            of_scores = (of_out @ values.T).sub_(along).mul_(odds)
+            of_q[rows, heads] = _unstacked(of_scores @ keys, rows).mul_(q.shape[2] ** -0.5)
+            by_k = of_scores.T @ queries
+            by_v = odds.T @ of_out
             for of_context, of_own, by in ((of_ck, of_k, by_k), (of_cv, of_v, by_v)):
-                by = by[0].transpose(0, 1)
-                of_context[c.lo : c.hi] += by[:seen]
-                of_own[rows] = by[seen:]
+                of_context[c.lo : c.hi, group] += by[:seen]
+                of_own[rows, group] = by[seen:]
         return of_q, of_ck, of_cv, of_k, of_v, None, None
+
+
+def _each(chunks: tuple[Chunk, ...], q: Tensor, k: Tensor) -> Iterator[tuple[Chunk, slice, int]]:
+    """Every chunk with every group of query heads that share keys."""
+    shared = q.shape[1] // k.shape[1]
+    for c in chunks:
+        for group in range(k.shape[1]):
+            yield c, slice(group * shared, (group + 1) * shared), group
+
+
+def _part(
+    q: Tensor, context: KeysValues, own: KeysValues, block: int, c: Chunk, heads: slice, group: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Scaled queries [heads * n, D], keys and values [keys, D] of one chunk of n slots and one group."""
+    rows = c.slots(block)
+    keys, values = (
+        torch.cat([seen[c.lo : c.hi, group], mine[rows, group]]) for seen, mine in zip(context, own, strict=True)
+    )
+    return _stacked(q[rows, heads]) * q.shape[2] ** -0.5, keys, values
+
+
+def _probabilities(queries: Tensor, keys: Tensor, mask: Tensor) -> Tensor:
+    """[heads * n, keys]"""
+    scores = queries @ keys.T
+    scores.view(-1, *mask.shape).add_(mask)
+    return torch.softmax(scores, -1, out=scores)
+
+
+def _stacked(x: Tensor) -> Tensor:
+    """[n, heads, D] -> [heads * n, D]"""
+    return x.transpose(0, 1).flatten(0, 1)
+
+
+def _unstacked(x: Tensor, rows: slice) -> Tensor:
+    """[heads * n, D] -> [n, heads, D]"""
+    return x.unflatten(0, (-1, rows.stop - rows.start)).transpose(0, 1)
 
 
 def _gathered(
