@@ -42,6 +42,7 @@ from forebay.runtime.training import TrainingRun
 
 TRAINING, WINDOW, WRITING, EVALUATING = range(4)  # bytes of the shared memory
 PEAK_AT, HELD_AT, SIZE = 8, 16, 24  # int64: peak of charged bytes, peak of bytes in slots
+PLACES = {"extract", "prefetch", "train", "eval", "checkpoint"}
 HANG_S = 90.0  # a life that takes longer hangs
 BUDGET = 2**20
 
@@ -219,8 +220,9 @@ def live(shared: mmap.mmap, run: config.RunConfig, overrides: tuple[str, ...] = 
 
 
 def trained(folder: Path) -> Counter[tuple[int, int]]:
-    """How often each job is in the history of the weights."""
-    return Counter((line["epoch"], j) for line in metrics.read(folder / "metrics.jsonl", "step") for j in line["jobs"])
+    """How often each job is in the history of the weights. A step that was not finite is not in them."""
+    steps = [line for line in metrics.read(folder / "metrics.jsonl", "step") if line["finite"]]
+    return Counter((line["epoch"], job) for line in steps for job in line["jobs"])
 
 
 def planned(folder: Path) -> set[tuple[int, int]]:
@@ -332,7 +334,7 @@ class Soak:
             self.folder / "share",
             optim={"epochs": 20},
             checkpoint={"every_steps": 50},
-            eval={"guard": False},
+            eval={"guard": False, "every_steps": 50},
         )
         life = self.life(run)
         assert life.wait(), Path(run.run_dir + ".log").read_text()
@@ -355,10 +357,10 @@ class Soak:
             *({"kind": kind} for kind in ("nan", "zeros", "swap", "repeat", "short")),
             {"kind": rng.choice(["nan", "zeros", "swap"]), "job": rng.randrange(8), "times": -1},
             {"kind": "nan", "where": "train", "times": rng.choice([1, 2, 30])},
-            {"kind": "exit", "where": rng.choice(["extract", "prefetch", "train", "eval", "checkpoint"])},
+            {"kind": "exit", "where": rng.choice(sorted(PLACES))},
             {"kind": "disk_full", "file": rng.choice(["drafter.safetensors", "state.json", "DONE"])},
             {"kind": "truncate_shard"},
-            {"kind": "sigterm", "where": rng.choice(["extract", "prefetch", "train", "eval", "checkpoint"])},
+            *({"kind": "sigterm", "where": where} for where in rng.sample(sorted(PLACES), 3)),
             {"kind": "sigterm", "where": "train", "times": 2},
             {"kind": "sigkill", "where": rng.choice(["extract", "prefetch", "train", "eval"])},
             {"kind": "sigkill", "where": "checkpoint", "file": rng.choice(["optimizer.safetensors", "rename", "DONE"])},
