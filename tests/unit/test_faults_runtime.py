@@ -80,7 +80,7 @@ def test_a_hung_attempts_slot_and_room_come_back_with_its_late_answer():
         if (0, 2) in run.committed:
             go_on.set()
 
-    run = Pooled(plans(epochs=2), extract=extract, after=after, lease_s=0.05)
+    run = Pooled(plans(epochs=2), extract=extract, after=after, lease_s=0.5)
     release = run.shell._discard
     run.shell._discard = lambda item: (owned.append(run.shell._changed._is_owned()), release(item))
     assert run() == []
@@ -104,10 +104,10 @@ def test_a_lease_does_not_expire_while_an_evaluation_has_the_target():
         if windows == 1:
             with shell.leases_held():
                 assert waiting.wait(20)
-                threading.Event().wait(0.5)  # ten times as long as a lease
+                threading.Event().wait(1.0)  # longer than a lease
             evaluated.set()
 
-    run = Run(plans(epochs=1), targets=1, extract=extract, after=after, lease_s=0.05)
+    run = Run(plans(epochs=1), targets=1, extract=extract, after=after, lease_s=0.4)
     run()
     assert run.coordinator.counters["expired"] == 0 and sorted(run.committed) == run.everything
 
