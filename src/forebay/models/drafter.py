@@ -158,14 +158,14 @@ class Drafter(nn.Module):
 def rope_table(positions: Tensor, spec: DrafterSpec, dtype: torch.dtype) -> Rope:
     """cos and sin [P, 1, head_dim / 2] of the spec's rope at `positions` [P], computed in fp32 (fp64 for fp64)."""
     exact = torch.float64 if dtype == torch.float64 else torch.float32
-    angles = positions.to(exact)[:, None] * rope_frequencies(spec).to(positions.device, exact)
+    angles = positions.to(exact)[:, None] * rope_frequencies(spec, positions.device).to(exact)
     return angles.cos()[:, None].to(dtype), angles.sin()[:, None].to(dtype)
 
 
-def rope_frequencies(spec: DrafterSpec) -> Tensor:
-    """Angle per position of each pair of channels, fp32 [head_dim / 2]."""
+def rope_frequencies(spec: DrafterSpec, device: torch.device | str = "cpu") -> Tensor:
+    """Angle per position of each pair of channels, fp32 [head_dim / 2]. A CUDA graph cannot copy it to its device."""
     rope = spec.rope
-    steps = torch.arange(0, spec.head_dim, 2, dtype=torch.int64).float() / spec.head_dim
+    steps = torch.arange(0, spec.head_dim, 2, dtype=torch.int64, device=device).float() / spec.head_dim
     plain = 1.0 / (rope["rope_theta"] ** steps)
     if rope["rope_type"] == "linear":
         return plain / rope["factor"]

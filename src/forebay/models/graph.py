@@ -48,11 +48,13 @@ class FixedStep:
         tokens: int,
         anchors: int,
         slots: int,
+        use_flex: bool | None = None,
     ) -> None:
-        """tokens T, anchors A and slots S: what every item is padded to."""
+        """tokens T, anchors A and slots S: what every item is padded to. use_flex: null for where it has a backward."""
         self.drafter, self.borrowed, self.loss, self.dtype = drafter, borrowed, loss, dtype
         self.device, spec = borrowed.embed.device, drafter.spec
-        self.flexible = self.device.type == "cuda" and spec.head_dim >= fixed.SMALLEST_HEAD
+        can = self.device.type == "cuda" and spec.head_dim >= fixed.SMALLEST_HEAD
+        self.use_flex = can if use_flex is None else use_flex
 
         def zeros(*shape: int, kind: torch.dtype = dtype) -> Tensor:
             return torch.zeros(shape, dtype=kind, device=self.device)
@@ -65,7 +67,7 @@ class FixedStep:
         empty = self._arrays(**{name: np.zeros(size, np.int64) for name, size in none.items()})
         self.arrays = {name: torch.from_numpy(values).to(self.device) for name, values in empty.items()}
         self.view = fixed.FixedView(spec, self.arrays["anchors"], self.arrays["first"], self._masks(tokens))
-        self._states_and_loss = self._forward
+        self._made_states = self._states
         self._graph: torch.cuda.CUDAGraph | None = None
         self._sums = BlockSums.zeros(spec.block_size, self.device)
 
@@ -78,14 +80,14 @@ class FixedStep:
         out = {name: of[name].astype(np.int64) for name in ("positions", "slot_index", "slot_label", "slot_source")}
         out |= {"anchors": anchors, "first": first, "anchor_tokens": of["tokens"][anchors].astype(np.int64)}
         out["anchor_positions"] = out["positions"][anchors]
-        for kind in range(len(first)) if self.flexible else ():
+        for kind in range(len(first)) if self.use_flex else ():
             named = fixed.tile_arrays(anchors, first[kind], rows)
             out |= {f"{kind}.{name}": values for name, values in named.items()}
         return out
 
     def _masks(self, tokens: int) -> tuple[Any, ...]:
         spec, made = self.drafter.spec, []
-        for kind, layer in enumerate(fixed.kinds_of(spec)) if self.flexible else ():
+        for kind, layer in enumerate(fixed.kinds_of(spec)) if self.use_flex else ():
             named = {k.removeprefix(f"{kind}."): v for k, v in self.arrays.items() if k.startswith(f"{kind}.")}
             seen = self.arrays["anchors"], self.arrays["first"][kind]
             made.append(fixed.block_mask(named, *seen, tokens, spec.is_causal(layer)))
@@ -107,27 +109,30 @@ class FixedStep:
 
     # -- the step ----------------------------------------------------------------------------------------------------
 
-    def _forward(self) -> tuple[Tensor, BlockSums]:
-        """Scaled loss and sums of the item in the buffers."""
+    def _states(self) -> Tensor:
+        """The drafter's hidden states of the item in the buffers: [A, B, H]. This is what is compiled."""
         arrays, spec = self.arrays, self.drafter.spec
         context = self.drafter.context(self.features, arrays["positions"])
         embeds, mask = self.borrowed.inputs(arrays["anchor_tokens"], spec.mask_token_id, self.dtype)
-        hidden = self.drafter.blocks(context, arrays["anchor_positions"], embeds, mask, self.view)
-        last = None if self.last_hidden is None else self.last_hidden[arrays["slot_source"]]
+        return self.drafter.blocks(context, arrays["anchor_positions"], embeds, mask, self.view)
+
+    def _forward(self) -> tuple[Tensor, BlockSums]:
+        """Scaled loss and sums. The head's chunks stay out of the compiled graph, which would unroll each of them."""
+        arrays = self.arrays
         return block_loss(
-            hidden,
+            self._made_states(),
             arrays["slot_index"],
             arrays["slot_label"],
             self.weights,
             self.borrowed.head,
             self.loss,
             self.scale,
-            last,
-            spec.first_slot,
+            None if self.last_hidden is None else self.last_hidden[arrays["slot_source"]],
+            self.drafter.spec.first_slot,
         )
 
     def _run(self) -> BlockSums:
-        total, sums = self._states_and_loss()
+        total, sums = self._forward()
         total.backward()
         return sums
 
@@ -147,10 +152,9 @@ class FixedStep:
             parameter.grad = torch.zeros_like(parameter)
         if BACKEND == "inductor" and not any(map(shutil.which, ("c++", "g++", "clang++"))):
             raise ForebayError("no C++ compiler (c++, g++ or clang++) is on the PATH")
-        compiled = torch.compile(self._forward, backend=BACKEND, fullgraph=True, dynamic=False)
-        compiled()[0].backward()
-        self._states_and_loss = torch.compiler.set_stance("fail_on_recompile")(compiled)
+        self._made_states = torch.compile(self._states, backend=BACKEND, fullgraph=True, dynamic=False)
         self._run()
+        self._made_states = torch.compiler.set_stance("fail_on_recompile")(self._made_states)
         return "compiled" if self.device.type != "cuda" else self._capture()
 
     def _capture(self) -> str:

@@ -28,6 +28,7 @@ DPACE_ALPHA = 0.5
 #: Most bytes of a chunk of logits in the compute dtype. Products of few rows are slow, above all in bf16; larger ones
 #: fall out of the caches and of the allocator's pools.
 CHUNK_BYTES = 8 * 2**20
+GPU_CHUNK_BYTES = 2**30
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,8 @@ class SlotLosses(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """hidden [S, H], labels [S] token ids, last [S, H] the target's last hidden state for each slot."""
         count = len(hidden)
-        most = min(chunk, max(16, CHUNK_BYTES // (hidden.element_size() * len(head.rows))))
+        limit = CHUNK_BYTES if hidden.device.type == "cpu" else GPU_CHUNK_BYTES
+        most = min(chunk, max(16, limit // (hidden.element_size() * len(head.rows))))
         chunk = -(-count // -(-count // most)) if count else most  # even chunks
         exact = torch.promote_types(hidden.dtype, torch.float32)
         losses, confidence = (torch.empty(count, dtype=exact, device=hidden.device) for _ in range(2))

@@ -110,6 +110,8 @@ class HeldOut:
             finally:
                 if dtype != own:
                     cast(target.model, own)
+                if target.device.type == "cuda":  # its worker goes on in a stream of its own
+                    torch.cuda.synchronize(target.device)
 
     def _record(self, when: str, step: int, report: Report) -> None:
         entry = {

@@ -36,7 +36,7 @@ from forebay.runtime.local import Watchdog, run_local, signals
 from forebay.runtime.shell import FlowShell
 from forebay.runtime.steplog import StepLog
 from forebay.runtime.turn import Turn
-from forebay.stages.item import Item, SlotPool
+from forebay.stages.item import Item, SlotPool, beside
 from forebay.stages.train import DrafterStep, Outcome, train_loop
 
 STATUS_S = 2.0
@@ -167,12 +167,13 @@ class TrainingRun:
         target, previous = self.targets[number], None
         capture = self.faults.capture(target.capture, number) if self.faults else target.capture
         unseen = WorkerClock("target", f"target {number}")  # its wait for an evaluation counts as busy
+        side = beside(target.device)
 
         def compute(batch: HostBatch) -> Item:
             nonlocal previous
             slot = self.pool.acquire()
             try:
-                with self.in_use[number](unseen):
+                with self.in_use[number](unseen), torch.cuda.stream(side):
                     echo = capture(batch, slot.features, slot.last_hidden)
                 name = f"epoch {batch.job.epoch} job {batch.job.id}"
                 width, layers = target.feature_width, len(target.layer_ids)

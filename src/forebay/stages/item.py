@@ -41,6 +41,15 @@ class Slot:
         return sum(t.numel() * t.element_size() for t in (self.features, self.last_hidden) if t is not None)
 
 
+def beside(device: torch.device) -> Any:
+    """A stream of a GPU for a worker of its own, which sees all that was told to the GPU before; None elsewhere."""
+    if device.type != "cuda":
+        return None
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    return stream
+
+
 @dataclass(slots=True)
 class Item:
     """What waits in the buffer and what a drafter trains on."""
