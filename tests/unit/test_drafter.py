@@ -205,7 +205,8 @@ def test_a_drafter_started_from_its_target_copies_layers_and_passes_the_last_cap
     states = features(7)
     assert torch.equal(made.fc(states), states[:, -HIDDEN:])
     chosen = drafter()
-    init_from_target(chosen, layers, (0, 3))
+    init_from_target(chosen, layers, (0, 3), final_norm=torch.full((HIDDEN,), 0.5), norm_offset=1.0)
+    assert torch.equal(chosen.norm.weight, torch.full((HIDDEN,), 1.5))
     assert torch.equal(chosen.layers[1].mlp.up_proj.weight, layers[3]["mlp.up_proj.weight"])
 
 

@@ -149,9 +149,9 @@ def step_flops(spec: DrafterSpec, tokens: int, anchors: int) -> float:
 
 
 def matmul_flops_per_s(dtype: torch.dtype, device: str = "cpu", size: int = 1024) -> float:
-    """The best of a few square products, by the library that the step uses."""
+    """The best of many square products, by the library that the step uses."""
     a, b = (torch.randn(size, size).to(device, dtype) for _ in range(2))
-    fastest = min(timed(lambda: times_transposed(a, b), 1, device, warm_up=1)[0] for _ in range(8))
+    fastest = min(timed(lambda: times_transposed(a, b), 1, device, warm_up=0)[0] for _ in range(40))
     return float(2 * size**3 / fastest)
 
 

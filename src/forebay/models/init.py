@@ -47,13 +47,15 @@ def init_from_target(
     layers: Mapping[int, Mapping[str, Tensor]],
     ids: tuple[int, ...] | None = None,
     *,
+    final_norm: Tensor | None = None,
     norm_offset: float = 0.0,
 ) -> list[str]:
     """Copy target layers into the draft layers; `fc` starts as the last captured layer. Returns notices.
 
     `layers` maps a target layer's id to its state dict (names as in a Llama layer). `ids` names one target layer for
-    each draft layer; by default the target's last ones. `norm_offset` is 1 for targets whose norms multiply by
-    1 + weight. Call `init_random` first: what is not copied keeps its value.
+    each draft layer; by default the target's last ones. `final_norm` [H] is the target's own, for `norm`.
+    `norm_offset` is 1 for targets whose norms multiply by 1 + weight. Call `init_random` first: what is not copied
+    keeps its value.
 
     `hidden_norm` and, where the target has none, `q_norm` and `k_norm` stay at one. Setting them to the size that the
     copied projections expect was tried: it starts at a lower loss and is behind after a hundred steps.
@@ -80,4 +82,6 @@ def init_from_target(
     if width == spec.hidden_size:
         drafter.fc.weight.zero_()
         drafter.fc.weight[:, -width:].copy_(torch.eye(width))
+    if final_norm is not None:
+        drafter.norm.weight.copy_(final_norm.float() + norm_offset)
     return notices
