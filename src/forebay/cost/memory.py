@@ -100,7 +100,7 @@ def drafter_step_bytes(
     body = part * (layers * (4 * hidden + 3 * q + 3 * kv + 2 * inner) + 3 * hidden + 4 * shape.head_dim)
     together = min(part, CHUNK_QUERIES)
     mask = part * ((tokens / 2 if visible is None else visible) + together)
-    rows = min(chunk_slots, part_slots, max(16, CHUNK_BYTES / (4 * shape.vocab)))
+    rows = min(chunk_slots, part_slots, max(16, CHUNK_BYTES / (d * shape.vocab)))
     logits = rows * shape.vocab * (4 * (2 if rows < part_slots else 1) + (d if d < 4 else 0))
     moments = (  # the widest of these, one after the other
         2 * part_slots * hidden * d + logits,

@@ -116,7 +116,13 @@ class Assembly:
         elif config.drafter.init == "target":
             layers = {i: layer.state_dict() for i, layer in enumerate(self.target.layers)}
             offset = 1.0 if facts.model_type.startswith("gemma") else 0.0
-            notices += init_from_target(lead, layers, config.drafter.init_target_layers, norm_offset=offset)
+            notices += init_from_target(
+                lead,
+                layers,
+                config.drafter.init_target_layers,
+                final_norm=self.target.final_norm.weight,
+                norm_offset=offset,
+            )
         if self.spec.draft_vocab_size is not None and not lead.t2d.any():
             lead.set_vocabulary(draft_vocabulary(self.counts, self.spec.draft_vocab_size, facts.vocab_size))
         kept = lead.kept
