@@ -73,6 +73,25 @@ def test_a_step_is_compiled_once_and_refuses_to_be_compiled_again(monkeypatch):
         step._run()
 
 
+def test_one_graph_with_flex_attention_serves_every_item_of_its_shape():
+    """The states as on CUDA, forward only: masks are data, so another item is no other graph."""
+    change = {"block_size": 16, "head_dim": 16, "layer_types": ("sliding_attention", "full_attention")}
+    model, lent, x = drafter(sliding_window=40, **change), borrowed(), features(300)
+    step = FixedStep(model, lent, CE, torch.float32, tokens=300, anchors=20, slots=300, use_flex=True)
+    step._made_states = torch.compile(step._states, backend="eager", fullgraph=True, dynamic=False)
+    before = compilations()
+    for lengths, each in (((140, 130), 9), ((100, 90), 5), ((250, 20), 2)):
+        bare = item(lengths, [(d, 3 + 2 * i) for d in range(2) for i in range(each)], block=16)
+        pad = (300 - sum(lengths), 20 - bare.n_anchors, 300 - bare.n_slots)
+        batch = item(lengths, [(d, 3 + 2 * i) for d in range(2) for i in range(each)], block=16, pad=pad)
+        want = micro_step(model, batch, x, lent, CE, 0.1, backward=False)
+        step._load(batch, x, 0.1, None)
+        with torch.no_grad():
+            total, sums = step._forward()
+        assert float(sums.loss) == pytest.approx(float(want.loss), rel=1e-5) and torch.equal(sums.hits, want.hits)
+    assert compilations() - before == 1
+
+
 @pytest.mark.slow
 def test_the_default_compiler_gives_the_same_step():
     """With C++ code generation, which takes about 20 s a graph."""

@@ -1,8 +1,11 @@
 """`forebay bench pipeline RUN.yaml`: does the whole pipeline reach what its two roles allow on one device?
 
-Measures, in one process and alternating, (a) the target alone on the plan's jobs, (b) the drafter alone on their items,
-both with all cores, and (c) the pipeline over the same jobs, with each way of sharing the device. The ideal is
-1 / (1/target + 1/drafter) jobs per second: no time lost in between. Called by `forebay bench`.
+Measures in one process, in turn, so that drift of the machine hits all: the target alone on the plan's jobs and the
+drafter alone on their items, both with all cores, and the pipeline with each way of sharing the device. The ideal is
+1 / (1/target + 1/drafter) jobs per second: no time lost in between. While the pipeline is timed the target may run
+ahead, so work is counted on both sides: `share_of_ideal` is the time that the work done would have taken alone, per
+second of the pipeline. `cpu_share_of_ideal` is the same by CPU seconds: what is lost to extra work, not to waiting.
+Called by `forebay bench`.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,15 +25,23 @@ from forebay.observe.clock import WorkerClock
 from forebay.observe.console import say
 from forebay.runtime.training import TrainingRun
 
+Seconds = tuple[float, float]  # wall, CPU
+
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="forebay bench pipeline", description=__doc__.splitlines()[0])
-    p.add_argument("file", help="a run's YAML file")
+    p.add_argument("file", help="a run's YAML file; its run_dir is not touched")
     p.add_argument("overrides", nargs="*", metavar="key=value")
     p.add_argument("--jobs", type=int, default=40, help="jobs of one measurement")
     p.add_argument("--rounds", type=int, default=3)
     p.add_argument("--json", action="store_true")
     return p
+
+
+def timed(work: Callable[[], Any]) -> Seconds:
+    wall, cpu = time.perf_counter(), time.process_time()
+    work()
+    return time.perf_counter() - wall, time.process_time() - cpu
 
 
 class _Once:
@@ -41,77 +52,106 @@ class _Once:
         base["run_dir"] = folder
         base["optim"] |= {"epochs": 1}
         base["eval"] |= {"guard": False, "at_start": False}
+        base["target"]["self_test"] = False
         base["runtime"]["device_sharing"] = sharing
         base["checkpoint"]["every_steps"] = 10**9
         self.run = TrainingRun(configuration.from_dict(base), quiet=True)
         self.jobs = min(args.jobs, len(self.run.plans[0]))
 
-    def target_alone(self) -> float:
-        """Jobs per second of capture, all cores."""
+    def target_alone(self) -> Seconds:
+        """Seconds of a job's capture, all cores."""
         run = self.run
         compute = run._extract(0)
         batches = [run._prepare_job((0, job)) for job in range(self.jobs)]
-        start = time.perf_counter()
-        for batch in batches:
-            run.pool.release(compute(batch).slot)
-        return self.jobs / (time.perf_counter() - start)
+        run.pool.release(compute(batches[0]).slot)
+        wall, cpu = timed(lambda: [run.pool.release(compute(batch).slot) for batch in batches])
+        return wall / self.jobs, cpu / self.jobs
 
-    def drafter_alone(self) -> float:
-        """Jobs per second of drafter steps on items that are there, all cores."""
+    def drafter_alone(self) -> Seconds:
+        """Seconds of a job's share of drafter steps, its item being there, all cores."""
         run, clock = self.run, WorkerClock("drafter", "drafter")
         compute = run._extract(0)
-        window, seconds, done = run.config.optim.window, 0.0, 0
-        while done < self.jobs:
-            items = [compute(run._prepare_job((0, done + i))) for i in range(min(window, self.jobs - done))]
-            done += len(items)
-            start = time.perf_counter()
-            run.step.step([items], run.turn, clock, lambda item: run.pool.release(item.slot))
-            seconds += time.perf_counter() - start
-        return self.jobs / seconds
+        size, took = run.config.optim.window, []
+        for first in range(0, self.jobs, size):
+            items = [compute(run._prepare_job((0, job))) for job in range(first, min(first + size, self.jobs))]
+            step = lambda items=items: run.step.step([items], run.turn, clock, lambda x: run.pool.release(x.slot))  # noqa: E731
+            took.append(timed(step))
+        wall, cpu = (sum(part) for part in zip(*took, strict=True))
+        return wall / self.jobs, cpu / self.jobs
 
-    def pipeline(self) -> float:
-        """Jobs per second of the whole, from the first lease to the last commit of `jobs` jobs."""
-        run = self.run
-        taken = [0, 0.0]
-        after = run._after_step
+    def pipeline(self) -> tuple[Seconds, int, int]:
+        """Seconds from the start of the threads until `jobs` jobs are trained; jobs captured and trained by then."""
+        run, extract, after, steps = self.run, self.run._extract, self.run._after_step, self.run._train
+        made = trained = 0
+        began: Seconds = (0.0, 0.0)
+        took: list[tuple[Seconds, int, int]] = []
 
-        def hook(window: Any, outcome: Any) -> None:
+        def extracting(number: int) -> Any:
+            compute = extract(number)
+
+            def counted(batch: Any) -> Any:
+                nonlocal made
+                item = compute(batch)
+                made += 1
+                return item
+
+            return counted
+
+        def stepped(window: Any, outcome: Any) -> None:
+            nonlocal trained
             after(window, outcome)
-            taken[0] += len(window.jobs)
-            if taken[0] >= self.jobs and not run.shell.stopping:
-                taken[1] = time.perf_counter() - start
+            trained += len(window.jobs)
+            if trained >= self.jobs and not took:
+                now = (time.perf_counter() - began[0], time.process_time() - began[1])
+                took.append((now, made, trained))
                 run.shell.request_stop()
 
-        run._after_step = hook  # type: ignore[method-assign]
+        def training(watchdog: Any) -> None:
+            nonlocal began
+            began = (time.perf_counter(), time.process_time())
+            steps(watchdog)
+
+        run._extract, run._after_step, run._train = extracting, stepped, training  # type: ignore[method-assign]
         run._checkpoint = lambda: None  # type: ignore[method-assign]
-        run.pool.release(run.pool.acquire())
-        start = time.perf_counter()
+        run._evaluate = lambda when: None  # type: ignore[method-assign]
         run.run()
-        return taken[0] / (taken[1] or time.perf_counter() - start)
+        return took[0]
 
 
 def bench_pipeline(args: argparse.Namespace) -> dict[str, Any]:
-    """Medians over `--rounds` of jobs per second, and each sharing's share of the ideal."""
-    rates: dict[str, list[float]] = {"target": [], "drafter": [], "alternate": [], "split": []}
-    shares: dict[str, list[float]] = {"alternate": [], "split": []}
+    """Medians over `--rounds`: jobs per second of each role alone, and each sharing's share of the ideal."""
+    cores = torch.get_num_threads()
+    alone: dict[str, list[float]] = {"target": [], "drafter": []}
+    shares: dict[str, list[Seconds]] = {"alternate": [], "split": []}
     for number in range(args.rounds):
         with tempfile.TemporaryDirectory() as folder:
-            once = _Once(args, folder + "/alone")
-            rates["target"].append(once.target_alone())
-            rates["drafter"].append(once.drafter_alone())
-            ideal = 1 / (1 / rates["target"][-1] + 1 / rates["drafter"][-1])
+            torch.set_num_threads(cores)
+            once = _Once(args, f"{folder}/alone")
+            target, drafter = once.target_alone(), once.drafter_alone()
+            once.run._close()
+            alone["target"].append(1 / target[0])
+            alone["drafter"].append(1 / drafter[0])
             for sharing in shares:
-                rate = _Once(args, f"{folder}/{sharing}", sharing).pipeline()
-                rates[sharing].append(rate)
-                shares[sharing].append(rate / ideal)
-        say(f"round {number + 1} of {args.rounds}: " + ", ".join(f"{k} {v[-1]:.2f} jobs/s" for k, v in rates.items()))
-    best = max(shares, key=lambda k: statistics.median(shares[k]))
+                torch.set_num_threads(cores)
+                took, made, trained = _Once(args, f"{folder}/{sharing}", sharing).pipeline()
+                wall, cpu = ((made * t + trained * d) / s for t, d, s in zip(target, drafter, took, strict=True))
+                shares[sharing].append((wall, cpu))
+        torch.set_num_threads(cores)
+        told = ", ".join(f"{k} {v[-1][0]:.2f}" for k, v in shares.items())
+        say(f"round {number + 1} of {args.rounds}: {1 / target[0]:.2f} and {1 / drafter[0]:.2f} jobs/s alone; {told}")
+    rates = {role: statistics.median(values) for role, values in alone.items()}
+    wall = {sharing: statistics.median(share for share, _ in values) for sharing, values in shares.items()}
+    cpu = {sharing: statistics.median(share for _, share in values) for sharing, values in shares.items()}
+    best = max(wall, key=lambda sharing: wall[sharing])
+    ideal = 1 / (1 / rates["target"] + 1 / rates["drafter"])
     return {
-        "jobs_per_s": {k: round(statistics.median(v), 3) for k, v in rates.items()},
-        "share_of_ideal": round(statistics.median(shares[best]), 4),
+        "share_of_ideal": round(wall[best], 4),
         "device_sharing": best,
-        "share_of_ideal_by_sharing": {k: round(statistics.median(v), 4) for k, v in shares.items()},
-        "threads": torch.get_num_threads(),
+        "jobs_per_s": round(wall[best] * ideal, 3),
+        "alone_jobs_per_s": {role: round(rate, 3) for role, rate in rates.items()},
+        "share_of_ideal_by_sharing": {k: round(v, 4) for k, v in wall.items()},
+        "cpu_share_of_ideal_by_sharing": {k: round(v, 4) for k, v in cpu.items()},
+        "threads": cores,
         "jobs": args.jobs,
         "rounds": args.rounds,
     }

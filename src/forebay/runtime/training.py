@@ -133,7 +133,10 @@ class TrainingRun:
             on_discard=lambda item: self.pool.release(item.slot),
         )
         same = config.runtime.targets == config.runtime.drafters
-        self.alternate = config.runtime.device_sharing != "split" and same and len(self.targets) == 1
+        sharing, gpu = config.runtime.device_sharing, self.target.device.type == "cuda"
+        if sharing == "auto":  # a GPU overlaps its streams by itself; two roles on one CPU only lengthen each other
+            sharing = "split" if gpu else "alternate"
+        self.alternate = sharing == "alternate" and same and len(self.targets) == 1
         self.turn = Turn(self.alternate, self.shell.failed)
         self.in_use = [Turn(True, self.shell.failed) for _ in self.targets]
         evals: list[dict[str, Any]] = saved.state["evals"] if saved is not None else []
