@@ -87,7 +87,7 @@ def test_one_graph_with_flex_attention_serves_every_item_of_its_shape():
         want = micro_step(model, batch, x, lent, CE, 0.1, backward=False)
         step._load(batch, x, 0.1, None)
         with torch.no_grad():
-            total, sums = step._forward()
+            _, sums = step._forward()
         assert float(sums.loss) == pytest.approx(float(want.loss), rel=1e-5) and torch.equal(sums.hits, want.hits)
     assert compilations() - before == 1
 
