@@ -30,6 +30,13 @@ def test_a_compiled_run_compiles_once_and_gives_the_losses_of_the_eager_one(conf
     assert [x["loss"] for x in b] == pytest.approx([x["loss"] for x in a], rel=1e-5)
 
 
+def test_a_run_says_what_memory_it_will_take(configuration, capsys):
+    """C90, C88: before its first step, which has the shape of the largest."""
+    TrainingRun(configuration())
+    said = capsys.readouterr().err
+    assert "memory, at most:" in said and "GiB" in said and "buffer 0.02" in said
+
+
 def test_a_run_without_a_compiler_goes_on_eagerly_and_says_why(configuration, monkeypatch):
     monkeypatch.setattr(graph.shutil, "which", lambda name: None)
     said = []

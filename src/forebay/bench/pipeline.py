@@ -4,8 +4,9 @@ Measures in one process, in turn, so that drift of the machine hits all: the tar
 drafter alone on their items, both with all cores, and the pipeline with each way of sharing the device. The ideal is
 1 / (1/target + 1/drafter) jobs per second: no time lost in between. While the pipeline is timed the target may run
 ahead, so work is counted on both sides: `share_of_ideal` is the time that the work done would have taken alone, per
-second of the pipeline. `cpu_share_of_ideal` is the same by CPU seconds: what is lost to extra work, not to waiting.
-Called by `forebay bench`.
+second of the pipeline. Two more shares hold on a machine that others use too: `cpu_share_of_ideal` is the same by CPU
+seconds (what is lost to extra work), `computing_share` the part of the time in which a role had its turn (what is lost
+to waiting; only where roles alternate). Called by `forebay bench`.
 """
 
 from __future__ import annotations
@@ -85,6 +86,7 @@ class _Once:
         made = trained = 0
         began: Seconds = (0.0, 0.0)
         took: list[tuple[Seconds, int, int]] = []
+        self.computing_share = 0.0
 
         def extracting(number: int) -> Any:
             compute = extract(number)
@@ -104,6 +106,8 @@ class _Once:
             if trained >= self.jobs and not took:
                 now = (time.perf_counter() - began[0], time.process_time() - began[1])
                 took.append((now, made, trained))
+                shares = run.clocks.shares()
+                self.computing_share = sum(float(shares[role]["busy_share"]) for role in ("target", "drafter"))  # type: ignore[arg-type]
                 run.shell.request_stop()
 
         def training(watchdog: Any) -> None:
@@ -123,6 +127,7 @@ def bench_pipeline(args: argparse.Namespace) -> dict[str, Any]:
     cores = torch.get_num_threads()
     alone: dict[str, list[float]] = {"target": [], "drafter": []}
     shares: dict[str, list[Seconds]] = {"alternate": [], "split": []}
+    computing = []
     for number in range(args.rounds):
         with tempfile.TemporaryDirectory() as folder:
             torch.set_num_threads(cores)
@@ -133,7 +138,10 @@ def bench_pipeline(args: argparse.Namespace) -> dict[str, Any]:
             alone["drafter"].append(1 / drafter[0])
             for sharing in shares:
                 torch.set_num_threads(cores)
-                took, made, trained = _Once(args, f"{folder}/{sharing}", sharing).pipeline()
+                whole = _Once(args, f"{folder}/{sharing}", sharing)
+                took, made, trained = whole.pipeline()
+                if sharing == "alternate":
+                    computing.append(whole.computing_share)
                 wall, cpu = ((made * t + trained * d) / s for t, d, s in zip(target, drafter, took, strict=True))
                 shares[sharing].append((wall, cpu))
         torch.set_num_threads(cores)
@@ -151,6 +159,7 @@ def bench_pipeline(args: argparse.Namespace) -> dict[str, Any]:
         "alone_jobs_per_s": {role: round(rate, 3) for role, rate in rates.items()},
         "share_of_ideal_by_sharing": {k: round(v, 4) for k, v in wall.items()},
         "cpu_share_of_ideal_by_sharing": {k: round(v, 4) for k, v in cpu.items()},
+        "computing_share": round(statistics.median(computing), 4),
         "threads": cores,
         "jobs": args.jobs,
         "rounds": args.rounds,

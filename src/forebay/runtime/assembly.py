@@ -14,6 +14,8 @@ import torch
 
 from forebay import config as configuration
 from forebay.config import RunConfig
+from forebay.cost.flops import DrafterShape, TargetShape
+from forebay.cost.memory import MemoryEstimate, estimate_memory
 from forebay.errors import ConfigError, DataError
 from forebay.io.checkpoint import Snapshot
 from forebay.io.formats import read_drafter
@@ -168,6 +170,25 @@ class Assembly:
         out["data.template"] = self.prepared.train.manifest.get("template_hash")
         out.update({f"plan.{k}": v for k, v in self.prepared.params.as_dict().items() if k != "item_bytes"})
         return out
+
+    def memory(self) -> MemoryEstimate:
+        """What the run will hold at most, one target and one drafter; every step has the largest item's shape."""
+        facts, shape, config = self.target.facts, self.prepared.shape, self.config
+        return estimate_memory(
+            TargetShape.of(facts, self.target.layer_ids[-1] + 1),
+            DrafterShape.of(self.spec, len(self.replicas[0].borrowed.head.rows)),
+            tokens=shape.token_budget,
+            anchors=shape.anchors,
+            slots=shape.slots,
+            longest=int(np.asarray(self.prepared.train.lengths).max()),
+            buffer_bytes=config.buffer.bytes,
+            target_dtype=str(self.target.dtype).removeprefix("torch."),
+            drafter_dtype=str(self.dtype).removeprefix("torch."),
+            total_layers=facts.num_layers,
+            tied=facts.tied,
+            shared_head=self.replicas[0].borrowed.head.weight.data_ptr() == self.target.head_weight.data_ptr(),
+            chunk_slots=config.loss.chunk_slots,
+        )
 
     @property
     def lead(self) -> Drafter:

@@ -76,6 +76,7 @@ class TrainingRun:
         self.replicas = self.models.replicas
         if saved is not None:
             checkpoint.check_contract(saved.contract, self.models.contract, allow_change)
+        self.say(f"memory, at most: {self.models.memory().describe()}")
         self._write_folder(saved)
         self._build_flow(saved)
 

@@ -58,14 +58,14 @@ class DrafterReplica:
     """A drafter, what it borrows of the target on its device, and the loss."""
 
     def __init__(self, module: Drafter, borrowed: Borrowed, loss: LossConfig, dtype: torch.dtype) -> None:
-        self.module, self._borrowed, self._loss, self._dtype = module, borrowed, loss, dtype
+        self.module, self.borrowed, self._loss, self._dtype = module, borrowed, loss, dtype
         self._device = borrowed.embed.device
         self._fixed: FixedStep | None = None
 
     def compile(self, tokens: int, anchors: int, slots: int) -> str:
         """Take every micro-step from now on over buffers of this shape; says what was made. See `models.graph`."""
         step = FixedStep(
-            self.module, self._borrowed, self._loss, self._dtype, tokens=tokens, anchors=anchors, slots=slots
+            self.module, self.borrowed, self._loss, self._dtype, tokens=tokens, anchors=anchors, slots=slots
         )
         made = step.build()
         self._fixed = step
@@ -80,7 +80,7 @@ class DrafterReplica:
                 self.module,
                 item.batch,
                 slot.features.to(self._device, non_blocking=True),
-                self._borrowed,
+                self.borrowed,
                 self._loss,
                 scale,
                 last_hidden=None if slot.last_hidden is None else slot.last_hidden.to(self._device, non_blocking=True),
