@@ -168,6 +168,11 @@ class FlowShell:
                 self._moved()
         return lost
 
+    @property
+    def evaluating(self) -> bool:
+        """Whether an evaluation has the target, so that the others wait for its end."""
+        return self._leases_held
+
     @contextlib.contextmanager
     def leases_held(self) -> Iterator[None]:
         """While the drafter itself uses a target (an evaluation) workers may have to wait: no lease expires."""
