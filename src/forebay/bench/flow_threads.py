@@ -67,8 +67,10 @@ def timed_compute(work: Work, worker: int, record: Record) -> Callable[[Any], An
     """A target worker's compute: host batch -> item, after the job's time on this worker."""
 
     def compute(batch: Any) -> Any:
+        seconds = work.produce(batch.job_id, worker)
+        record.asked.append(seconds)
         start = time.monotonic()
-        time.sleep(work.produce(batch.job_id, worker))
+        time.sleep(seconds)
         record.targets.append((start, time.monotonic()))
         record.last_lease = max(record.last_lease, start)
         return SimpleNamespace(batch=batch)
@@ -130,15 +132,11 @@ def _ignore(window: Any, outcome: Any) -> None:
 
 def _measured_bound(work: Work, fleet: Fleet, record: Record, step_s: float) -> float:
     """min(produce, consume) with the waits as they turned out, not as they were asked for."""
-    took = sum(end - start for start, end in record.targets)
     consume_s = sum(end - start for start, end in record.drafters) / len(record.drafters)
-    plain = took / (len(record.targets) * float(work.produce_s.mean()))  # includes the slow target's share of jobs
-    if work.slow > 1:
-        share = (1 / work.slow) / (fleet.targets - 1 + 1 / work.slow)
-        plain /= 1 - share + share * work.slow
+    longer = sum(end - start for start, end in record.targets) / sum(record.asked)
     targets = fleet.targets - 1 + 1 / work.slow
     consume = 1 / (consume_s / fleet.drafters + step_s / fleet.window)
-    return min(targets / (plain * float(work.produce_s.mean())), consume)
+    return min(targets / (longer * float(work.produce_s.mean())), consume)
 
 
 def coordination_cost(jobs: int = 20_000, targets: int = 8, drafters: int = 8) -> dict[str, Any]:

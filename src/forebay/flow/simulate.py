@@ -113,7 +113,7 @@ class Outcome:
 class Record:
     """Busy intervals and finished items, cut to the span when it is known. The real-clock benchmark keeps one too.
 
-    `steps`: what all drafters do together at a window's end.
+    `steps`: what all drafters do together at a window's end. `asked`: the times that were asked for, on a real clock.
     """
 
     def __init__(self, drafters: int) -> None:
@@ -123,6 +123,7 @@ class Record:
         self.targets: list[tuple[float, float]] = []
         self.drafters: list[tuple[float, float]] = []
         self.steps: list[tuple[float, float]] = []
+        self.asked: list[float] = []
 
     def into(self, outcome: Outcome) -> Outcome:
         lo, hi = self.first_draw or 0.0, self.last_lease
