@@ -46,4 +46,4 @@ format: env
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf .venv runs dist build
+	rm -rf .venv .venv-interop dist build

@@ -50,7 +50,7 @@ def train() -> dict:
         say(f"{RUN} is trained already: measuring it again (delete {RUN} to train anew)")
         return json.loads(summary.read_text())
     if (RUN / "checkpoints").is_dir():
-        return api.resume(RUN)
+        return api.resume(RUN, sys.argv[1:])
     return api.train(config.load(HERE / "run.yaml", sys.argv[1:]))
 
 
@@ -90,7 +90,7 @@ def tell(s: dict) -> None:
         f"SmolLM2-135M-Instruct, {s['prompts']} held-out prompts",
         ["", ""],
         [
-            ["accept length before training", f"{s['accept_length_before']:.3f}"],
+            ["accept length before training", f"{s['accept_length_before'] or float('nan'):.3f}"],
             ["accept length after", f"{s['accept_length_after']:.3f}"],
             ["first j drafts accepted, by j", by_position],
             ["greedy text against the target's own", f"{same} ({s['near_ties']} near-ties)"],

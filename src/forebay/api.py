@@ -153,13 +153,21 @@ def prompts_of(
         from forebay.data.conversation import Conversation, prompt_of
         from forebay.data.readers import find_files, parse, read
 
-        found = []
+        if not getattr(tokenizer, "chat_template", None):
+            raise DataError("the target's tokenizer has no chat template: give prompts by --store, prepared with one")
+        found, unusable = [], 0
         for record in read(find_files([prompts or ""])):
             row = parse(record.payload)
             asked = prompt_of(row) if isinstance(row, dict) else None
-            if isinstance(asked, Conversation):
-                encoded = tokenizer.apply_chat_template(asked.messages, tools=asked.tools, add_generation_prompt=True)
-                found.append(list(encoded["input_ids"]))
+            if not isinstance(asked, Conversation):
+                unusable += 1
+                continue
+            encoded = tokenizer.apply_chat_template(asked.messages, tools=asked.tools, add_generation_prompt=True)
+            found.append(list(encoded["input_ids"]))
+        if unusable:
+            from forebay.observe.console import say
+
+            say(f"{unusable} rows of {prompts} hold no prompt and are left out")
     if not found:
         raise DataError(
             f"no prompt in {store or prompts}: prepare with a held-out part, or give a file of conversations"
@@ -298,6 +306,14 @@ def regenerate(
 
     `batch_size`: rows (or requests) at once. `server`: options of the endpoint (timeout_s, retries, on_fail, api_key).
     """
+    for name, value, least in (
+        ("batch_size", batch_size, 1),
+        *((k, v, 1) for k, v in options.items() if k == "max_new_tokens"),
+    ):
+        if value < least:
+            raise UsageError(f"{name} {value} must be at least {least}")
+    if options.get("temperature", 0.0) < 0:
+        raise UsageError(f"temperature {options['temperature']} must be at least 0 (0 is greedy)")
     if endpoint is not None:
         from forebay.stages.endpoint import regenerate_by_endpoint
 

@@ -138,6 +138,7 @@ def build_parser() -> Parser:
     p.add_argument("--batch-size", type=int, default=16, metavar="N")
     p.add_argument("--temperature", type=float, default=0.0, metavar="T")
     p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--step", metavar="best|last|N", default="best", help="which checkpoint of a run")
     p.add_argument("--no-speed", action="store_true", help="leave out the speed measurement")
     p.add_argument("--json", action="store_true")
 
@@ -292,6 +293,7 @@ def _eval(a: argparse.Namespace) -> None:
         temperature=a.temperature,
         seed=a.seed,
         speed=not a.no_speed,
+        step=a.step,
     )
     _out(report, a.json)
 
@@ -354,6 +356,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except BrokenPipeError:
         return 0
+    except OSError as error:
+        print(f"forebay {arguments.command}: {error.filename or 'file system'}: {error.strerror}", file=sys.stderr)
+        return 1
     return int(code or 0)
 
 

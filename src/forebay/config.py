@@ -203,7 +203,8 @@ class OptimConfig(Section):
 
 
 class RuntimeConfig(Section):
-    kind: Literal["local", "ray"] = "local"
+    kind: Literal["local"] = "local"
+    tensorboard: bool = Field(False, description="write the metrics for TensorBoard too (needs its package)")
     targets: tuple[str, ...] = ("cpu",)
     drafters: tuple[str, ...] = ("cpu",)
     device_sharing: Literal["auto", "alternate", "split"] = Field(

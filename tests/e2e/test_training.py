@@ -240,3 +240,61 @@ def test_what_cannot_work_is_one_message_and_leaves_nothing_behind(configuration
     with pytest.raises(ForebayError, match=message):
         api.train(run, quiet=True)
     assert not Path(run.run_dir, "checkpoints").exists() and not Path(run.run_dir, "metrics.jsonl").exists()
+
+
+def test_resuming_with_another_shape_lists_the_fields_before_any_weight_is_loaded(configuration, tmp_path):
+    """C82: another hidden size, another number of layers."""
+    import tiny
+
+    run = configuration()
+    stop_after(TrainingRun(run, quiet=True), 3).run()
+    with pytest.raises(ContractError, match=r"drafter\.layers: saved 2, now 3"):
+        api.resume(run.run_dir, ["drafter.layers=3"], quiet=True)
+    tiny.save_tiny_target(tmp_path / "wide", hidden_size=64)
+    with pytest.raises(ContractError, match=r"target\.hidden_size: saved 32, now 64"):
+        api.resume(run.run_dir, [f"target.model={json.dumps(str(tmp_path / 'wide'))}"], quiet=True)
+
+
+def test_a_finished_run_goes_on_for_more_epochs_where_that_is_meant(configuration):
+    run = configuration(optim={"epochs": 1})
+    first = api.train(run, quiet=True)
+    more = api.resume(run.run_dir, ["optim.epochs=2"], allow_change=["optim.epochs"], quiet=True)
+    assert more["steps"] > first["steps"] and more["jobs_committed"] == more["jobs_planned"]
+    assert trained_rows(run.run_dir) == {(epoch, row): 1 for epoch in range(2) for row in range(72)}
+    with pytest.raises(ForebayError, match="below the 2 epochs"):
+        api.resume(run.run_dir, ["optim.epochs=1"], allow_change=["optim.epochs"], quiet=True)
+
+
+def test_a_plan_cannot_change_under_a_run_and_nothing_is_written(configuration):
+    run = configuration()
+    stop_after(TrainingRun(run, quiet=True), 3).run()
+    before = Path(run.run_dir, "config.yaml").read_text()
+    with pytest.raises(ContractError, match="the plan of a run that has begun cannot change"):
+        api.resume(run.run_dir, ["seed=5"], allow_change=["seed", "plan.seed"], quiet=True)
+    assert Path(run.run_dir, "config.yaml").read_text() == before
+
+
+def test_a_second_process_in_the_folder_of_a_run_is_refused(configuration):
+    run = configuration()
+    first = TrainingRun(run, quiet=True)
+    with pytest.raises(ForebayError, match="another process is training"):
+        TrainingRun(run, quiet=True)
+    assert first.run()["finished"]
+
+
+def test_a_store_without_held_out_prompts_is_refused_at_the_start(configuration, world, tmp_path):
+    """Not at step 100."""
+    api.prepare(
+        [world / "train.jsonl"],
+        tmp_path / "all",
+        target=world / "target",
+        heldout_share=0.0,
+        max_length=256,
+        progress=False,
+    )
+    run = configuration(data={"store": str(tmp_path / "all")})
+    with pytest.raises(ForebayError, match="no held-out part"):
+        api.train(run, quiet=True)
+    assert api.train(configuration(data={"store": str(tmp_path / "all")}, eval={"guard": False}), quiet=True)[
+        "finished"
+    ]

@@ -42,7 +42,7 @@ def prepare(
     out: str | os.PathLike[str],
     *,
     tokenizer: Any,
-    max_length: int = 4096,
+    max_length: int = 2048,
     heldout_share: float = 0.05,
     heldout: list[str | os.PathLike[str]] | None = None,
     template_kwargs: dict[str, Any] | None = None,

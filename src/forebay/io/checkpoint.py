@@ -166,8 +166,8 @@ class Checkpoints:
         name = f"step-{snapshot.step:08d}"
         temporary = self.folder / f".tmp-{name}"
         final = self.folder / name
-        if (final / MARKER).exists():  # a run resumed at this step and stopped again before the next
-            return
+        if (final / MARKER).exists() and (final / MARKER).read_text(encoding="utf-8") == texts[MARKER]:
+            return  # a run resumed at this step and stopped again before the next
         try:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir()
@@ -179,7 +179,8 @@ class Checkpoints:
             write_text(temporary / "state.json", texts["state.json"])
             write_text(temporary / "contract.json", texts["contract.json"])
             _sync_directory(temporary)
-            if final.exists():  # left unfinished by a kill between the rename and the marker
+            if final.exists():  # left unfinished by a kill before the marker, or measured only now
+                (final / MARKER).unlink(missing_ok=True)
                 shutil.rmtree(final)
             self._before_file("rename")
             os.rename(temporary, final)
@@ -207,6 +208,9 @@ class Checkpoints:
 
     def _prune(self) -> None:
         whole = self.whole()
+        for path in [*self.folder.glob("step-*"), *self.folder.glob(".tmp-step-*")]:
+            if not (path / MARKER).exists():  # a kill's remains: nothing else is written now
+                shutil.rmtree(path)
         keep = set(whole[-self._keep_last :])
         for path in whole:
             step = int(path.name.removeprefix("step-"))

@@ -105,6 +105,17 @@ def load_tokenizer(config: TargetConfig) -> Any:
         raise TargetError(f"{folder} has no tokenizer that transformers can read ({_first_line(error)})") from None
 
 
+def check_device(device: str | torch.device) -> torch.device:
+    """The device, if it is there. Raises UsageError where it is not, or is no device."""
+    try:
+        found = torch.device(device)
+    except RuntimeError:
+        raise UsageError(f"'{device}' is no device: use cpu, cuda or cuda:0, cuda:1, ...") from None
+    if found.type == "cuda" and not (found.index or 0) < torch.cuda.device_count():
+        raise UsageError(f"there is no device {device}: this machine has {torch.cuda.device_count()} CUDA devices")
+    return found
+
+
 def load_config(config: TargetConfig) -> Any:
     """The language model's own configuration, without loading weights.
 

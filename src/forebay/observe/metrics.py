@@ -37,7 +37,7 @@ class MetricsLog:
                 from forebay.errors import ConfigError
 
                 raise ConfigError(
-                    "observe.tensorboard needs the package tensorboard: pip install tensorboard"
+                    "runtime.tensorboard needs the package tensorboard: pip install tensorboard"
                 ) from None
             self._board = SummaryWriter(str(self.path.parent / "tensorboard"))
 

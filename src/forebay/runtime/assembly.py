@@ -17,13 +17,13 @@ from forebay.config import RunConfig
 from forebay.cost.flops import DrafterShape, TargetShape
 from forebay.cost.memory import MemoryEstimate, estimate_memory
 from forebay.errors import ConfigError, DataError
-from forebay.io.checkpoint import Snapshot
+from forebay.io.checkpoint import Snapshot, check_contract
 from forebay.io.formats import read_drafter
 from forebay.io.formats.folder import StoredDrafter
 from forebay.models.checks import self_test
 from forebay.models.drafter import Drafter
 from forebay.models.init import init_from_target, init_random
-from forebay.models.load import DTYPES, auto_dtype, load_tokenizer
+from forebay.models.load import DTYPES, auto_dtype, check_device, load_tokenizer
 from forebay.models.mask_token import choose_mask_token, token_counts
 from forebay.models.spec import drafter_spec
 from forebay.models.step import Borrowed
@@ -42,25 +42,40 @@ class Assembly:
         saved: Snapshot | None,
         say: Callable[[str], None],
         store_config: RunConfig,
+        allow_change: frozenset[str],
     ) -> None:
-        """`saved`: the checkpoint to go on from. `store_config`: where the data is read (a fault may plant a copy)."""
-        self.config, self.say = config, say
-        self._load_target()
-        self._prepare(store_config)
-        self._build_drafter(saved)
+        """`saved`: the checkpoint to go on from; its contract is compared before any of its tensors is used.
 
-    def _load_target(self) -> None:
-        runtime = self.config.runtime
+        `store_config`: where the data is read (a fault may plant a copy).
+        """
+        self.config, self.say = config, say
+        self._load_target(None if saved is None else saved.state["dtypes"])
+        self._prepare(store_config)
+        mask = self._choose_spec()
+        if saved is not None:
+            check_contract(saved.contract, self.contract, allow_change)
+        self._build_drafter(saved, [mask])
+
+    def _load_target(self, dtypes: dict[str, str] | None) -> None:
+        """`dtypes`: those that a resumed run chose at its start, which `auto` must not choose anew."""
+        runtime, config = self.config.runtime, self.config.target
         if runtime.threads:
             torch.set_num_threads(runtime.threads)
         self.cores = torch.get_num_threads()
-        self.targets = [Target.load(self.config.target, device) for device in runtime.targets]
-        self.target = self.targets[0]
+        for device in runtime.drafters:
+            check_device(device)
+        if dtypes is not None and config.dtype == "auto":
+            config = config.model_copy(update={"dtype": dtypes["target"].removeprefix("torch.")})
+        self.target = Target.load(config, runtime.targets[0])
+        same = config.model_copy(update={"dtype": str(self.target.dtype).removeprefix("torch.")})
+        self.targets = [self.target, *(Target.load(same, device) for device in runtime.targets[1:])]
         if self.config.target.self_test:
             cosine = min(self_test(self.target).values())
             self.say(f"target {self.target.facts.name}: {self.target.dtype}, self-test cosine {cosine:.4f}")
         if runtime.dtype != "auto":
             self.dtype = DTYPES[runtime.dtype]
+        elif dtypes is not None:
+            self.dtype = DTYPES[dtypes["drafter"].removeprefix("torch.")]
         elif self.target.device.type == "cpu":  # the target's own was measured, or chosen
             self.dtype = self.target.dtype
         else:
@@ -76,7 +91,7 @@ class Assembly:
             hidden_size=facts.hidden_size,
             state_bytes=self.target.dtype.itemsize,
         )
-        if self.config.eval.guard and self.prepared.heldout is None:
+        if self.config.eval.guard and not self.prepared.heldout_prompts:
             raise DataError(
                 f"{self.config.data.store} has no held-out part, so accept length cannot be measured: prepare with "
                 "--heldout FILE or --heldout-share, or set eval.guard=false"
@@ -84,7 +99,8 @@ class Assembly:
         self.prepared.check(jobs=len(self.prepared.train))  # refused before anything is written
         self.counts = token_counts(self.prepared.train, facts.embedding_rows)
 
-    def _build_drafter(self, saved: Snapshot | None) -> None:
+    def _choose_spec(self) -> str:
+        """What the drafter is; returns what to say of its mask token."""
         config, facts, notices = self.config, self.target.facts, []
         mask = choose_mask_token(
             load_tokenizer(config.target),
@@ -96,7 +112,6 @@ class Assembly:
             counts=self.counts,
             store=self.prepared.train,
         )
-        notices.append(str(mask))
         self.spec = drafter_spec(
             config.drafter,
             facts.config,
@@ -108,6 +123,10 @@ class Assembly:
             dtype=str(self.dtype).removeprefix("torch."),
             notices=notices,
         )
+        return "\n".join([str(mask), *notices])
+
+    def _build_drafter(self, saved: Snapshot | None, notices: list[str]) -> None:
+        config, facts = self.config, self.target.facts
         devices = config.runtime.drafters
         lead = Drafter(self.spec)
         init_random(lead, config.seed)

@@ -101,7 +101,7 @@ class Watchdog:
                     if not self._shell.evaluating:  # then everyone waits, and the evaluation speaks for itself
                         self._say(f"{worker.name} has been waiting {age:.0f} s for {in_words(wait[0])}")
         still = time.monotonic() - self._shell.last_moved
-        if still > self._stall_s and self._shell.last_moved != self._dumped_at:
+        if still > self._stall_s and not self._shell.evaluating and self._shell.last_moved != self._dumped_at:
             self._dumped_at = self._shell.last_moved
             self._stalled(still)
         self._status()

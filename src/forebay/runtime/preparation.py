@@ -16,7 +16,7 @@ import numpy as np
 from forebay.config import RunConfig
 from forebay.data.pack import ItemShape, anchor_counts, host_bytes
 from forebay.data.store import TokenStore, damage
-from forebay.errors import ConfigError, DataError
+from forebay.errors import ConfigError, ContractError, DataError
 from forebay.flow.admission import check_budget
 from forebay.flow.plan import EpochPlan, PlanParams, choose_anchors_per_item, choose_edges, plan_epoch
 
@@ -93,17 +93,22 @@ class Preparation:
         """The jobs of one epoch."""
         return plan_epoch(np.asarray(self.train.lengths), self.anchors, self.params, epoch)
 
-    def stored_plans(self, folder: Path) -> list[EpochPlan]:
-        """Every epoch's plan: read from `folder` where it is stored (and refused where it is another's), else made."""
-        folder.mkdir(parents=True, exist_ok=True)
+    def stored_plans(self, folder: Path, keep: bool) -> list[EpochPlan]:
+        """Every epoch's plan. `keep`: those stored in `folder` are the run's, and are refused where they are another's;
+        otherwise nothing was trained by them, and all are made anew."""
         plans = []
         for epoch in range(self.config.optim.epochs):
             file = folder / f"epoch-{epoch:03d}.plan"
-            if file.is_file():
-                plans.append(EpochPlan.load(file, expect=self.params))
-            else:
+            if not keep or not file.is_file():
                 plans.append(self.plan(epoch))
-                plans[-1].save(file)
+                continue
+            try:
+                plans.append(EpochPlan.load(file, expect=self.params))
+            except ContractError as error:
+                raise ContractError(
+                    f"{error}\nthe plan of a run that has begun cannot change: start a run of its own "
+                    "(drafter.init_from takes this one's weights)"
+                ) from None
         return plans
 
     def check(self, jobs: int) -> list[str]:

@@ -9,6 +9,7 @@ Called by `api`.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import time
 from pathlib import Path
@@ -19,7 +20,7 @@ import torch
 from forebay import config as configuration
 from forebay.config import RunConfig
 from forebay.data.pack import HostBatch, pack_item
-from forebay.errors import ConfigError, ForebayError
+from forebay.errors import ConfigError, ForebayError, UsageError
 from forebay.flow.coordinator import Coordinator, FlowSettings
 from forebay.io import checkpoint
 from forebay.io.checkpoint import Checkpoints, Snapshot, write_text
@@ -40,6 +41,13 @@ from forebay.stages.item import Item, SlotPool, beside
 from forebay.stages.train import DrafterStep, Outcome, train_loop
 
 STATUS_S = 2.0
+
+
+def use_threads(count: int) -> None:
+    """`count` torch threads in this thread. The value is read once here, because a thread takes the process's latest
+    setting at its first parallel operation otherwise."""
+    torch.set_num_threads(count)
+    torch.get_num_threads()
 
 
 class TrainingRun:
@@ -71,14 +79,18 @@ class TrainingRun:
         self._status_at = 0.0
         self.doing = "starting"  # shown by `forebay status`
         saved = self._saved(resume)
-        self.models = Assembly(config, saved, self.say, store_config=self.faults.store(config))
+        self.models = Assembly(config, saved, self.say, self.faults.store(config), allow_change)
         self.prepared, self.targets, self.target = self.models.prepared, self.models.targets, self.models.target
         self.replicas = self.models.replicas
-        if saved is not None:
-            checkpoint.check_contract(saved.contract, self.models.contract, allow_change)
         self.say(f"memory, at most: {self.models.memory().describe()}")
-        self._write_folder(saved)
-        self._build_flow(saved)
+        self.plans = self.prepared.stored_plans(self.folder / "plans", keep=saved is not None)
+        self._lock()
+        try:
+            self._write_folder(saved)
+            self._build_flow(saved)
+        except BaseException:
+            self._lock_file.close()
+            raise
 
     # -- assembling --------------------------------------------------------------------------------------------------
 
@@ -97,12 +109,26 @@ class TrainingRun:
         self.say(f"resuming from {latest}")
         return checkpoint.load(latest)
 
-    def _write_folder(self, saved: Snapshot | None) -> None:
+    def _lock(self) -> None:
+        """One process per run folder; the lock ends with the process, however it ends."""
         self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock_file = open(self.folder / "lock", "w")  # noqa: SIM115 - held until the run is closed
+        try:
+            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._lock_file.close()
+            raise UsageError(
+                f"another process is training in {self.folder} (`forebay status {self.folder}` shows it): wait for it, "
+                "stop it, or choose another run_dir"
+            ) from None
+
+    def _write_folder(self, saved: Snapshot | None) -> None:
         write_text(self.folder / "config.yaml", configuration.dump(self.config))
-        self.plans = self.prepared.stored_plans(self.folder / "plans")
+        (self.folder / "plans").mkdir(exist_ok=True)
+        for plan in self.plans:
+            plan.save(self.folder / "plans" / f"epoch-{plan.epoch:03d}.plan")
         size = saved.state["metrics_bytes"] if saved is not None else 0
-        self.log = MetricsLog(self.folder / "metrics.jsonl", size=size)
+        self.log = MetricsLog(self.folder / "metrics.jsonl", self.config.runtime.tensorboard, size=size)
 
     def _build_flow(self, saved: Snapshot | None) -> None:
         config = self.config
@@ -114,12 +140,19 @@ class TrainingRun:
             for plan in self.plans:
                 self.coordinator.add_epoch(plan)
         else:
+            begun = saved.state["flow"]["next_epoch"]
+            if begun > len(self.plans):
+                raise ConfigError(f"optim.epochs {len(self.plans)} is below the {begun} epochs that this run has begun")
             self.coordinator = Coordinator.resume(settings, saved.state["flow"], self.plans.__getitem__)
+            for plan in self.plans[begun:]:
+                self.coordinator.add_epoch(plan)
         self.coordinator.no_more_epochs()
         for warning in self.coordinator.warnings:
             self.say(f"warning: {warning}")
         if saved is not None:
             self.step.restore(saved.optimizer, saved.state["steps_taken"])
+            self.step.total_steps += saved.state["extra_steps"]
+        self.step.clocks = [self.clocks.worker("drafter", f"drafter {i}") for i in range(1, len(self.replicas))]
         largest = max(int(plan.nbytes.max()) for plan in self.plans)
         self.pool = SlotPool(
             config.buffer.bytes // largest,
@@ -265,7 +298,7 @@ class TrainingRun:
                 watchdog=watchdog,
                 turn=self.turn,
                 prefetch_threads=config.runtime.prefetch_threads,
-                on_start=lambda role: torch.set_num_threads(1 if role == "prefetch" else threads),
+                on_start=lambda role: None if role == "prefetch" else use_threads(threads),
                 say=self.say,
             )
         for item in left:
@@ -291,18 +324,20 @@ class TrainingRun:
             self.pool.release(item.slot)
         try:
             self.checkpoints.finish()
-        except ForebayError as error:  # the first cause is on its way; this is the second
+        except Exception as error:  # noqa: BLE001 - the first cause is on its way; this is the second
             self.say(str(error))
         self._status(now=True)
+        torch.set_num_threads(self.models.cores)
         with contextlib.suppress(RuntimeError, ForebayError):  # as above
             self.steps.flush()
         self.log.close()
+        self._lock_file.close()
 
     def _after_step(self, window: Any, outcome: Outcome) -> None:
         step, config = self.step.taken, self.config
         self.steps.add(step, window, outcome)
         self.checkpoints.check()
-        last = step >= self.total_steps
+        last = self.coordinator.closed
         every = config.eval.every_steps
         evaluated = outcome.finite and not last and ((every and step % every == 0) or self._epoch_ended(window))
         if evaluated:
@@ -352,6 +387,8 @@ class TrainingRun:
             state={
                 "step": self.step.taken,
                 "steps_taken": self.step.taken,
+                "extra_steps": self.step.total_steps - self.total_steps,
+                "dtypes": {"target": str(self.target.dtype), "drafter": str(self.models.dtype)},
                 "flow": self.shell.snapshot(),
                 "evals": list(self.heldout.evals),
                 "metrics_bytes": self.log.size,

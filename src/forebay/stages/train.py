@@ -130,6 +130,7 @@ class DrafterStep:
         )
         self._pool = ThreadPoolExecutor(len(self.replicas), "drafter") if len(self.replicas) > 1 else None
         self._compiled = False
+        self.clocks: list[WorkerClock] = []  # of the replicas after the first
 
     def compile(self, tokens: int, anchors: int, slots: int) -> str:
         """Compile each replica's step for items of this one shape. Raises where that is not possible."""
@@ -144,18 +145,19 @@ class DrafterStep:
         weight_sum = sum(item.batch.weight_sum for part in parts for item in part)
         scale = 1.0 / weight_sum if weight_sum > 0 else 0.0
 
-        def run(replica: Replica, part: list[Any]) -> list[BlockSums]:
+        def run(replica: Replica, part: list[Any], own: WorkerClock) -> list[BlockSums]:
             sums = []
             while part:
-                with turn(clock), clock.busy():
+                with turn(own), own.busy():
                     sums.append(replica.micro_step(part[0], scale))
                 release(part.pop(0))
             return sums
 
         if self._pool is None:
-            per_item = run(self.replicas[0], parts[0])
+            per_item = run(self.replicas[0], parts[0], clock)
         else:
-            futures = [self._pool.submit(run, r, p) for r, p in zip(self.replicas, parts, strict=True)]
+            clocks = [clock, *(self.clocks or [clock] * (len(parts) - 1))]
+            futures = [self._pool.submit(run, *each) for each in zip(self.replicas, parts, clocks, strict=True)]
             device = self.parameters[0].device
             per_item = [_moved(sums, device) for future in futures for sums in future.result()]
             self._sum_gradients()
@@ -190,6 +192,7 @@ class DrafterStep:
                 replica.module.zero_grad(set_to_none=not self._compiled)
             finite = bool(sound)
         self.taken += finite
+        self.total_steps += not finite  # its jobs come again, in a window more
         self.bad_in_a_row = 0 if finite else self.bad_in_a_row + 1
         return Outcome(finite, rate, weight_sum, norm, sums, tokens, slots)
 
