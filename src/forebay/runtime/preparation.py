@@ -18,6 +18,7 @@ from forebay.data.pack import ItemShape, anchor_counts, host_bytes
 from forebay.data.store import TokenStore, damage
 from forebay.errors import ConfigError, ContractError, DataError
 from forebay.flow.admission import check_budget
+from forebay.flow.mixing import warnings_of_plan
 from forebay.flow.plan import EpochPlan, PlanParams, choose_anchors_per_item, choose_edges, plan_epoch
 
 STATE_BYTES = 2  # a hidden state's element in the buffer: bf16 (float32 runs keep what they compute, 4)
@@ -111,6 +112,11 @@ class Preparation:
                 ) from None
         return plans
 
+    def mixing_warnings(self, plan: EpochPlan) -> list[str]:
+        """Why windows of this plan will not be mixed, if they will not."""
+        p = self.params
+        return warnings_of_plan(plan.buckets, p.order, p.window, p.min_fill, p.seed)
+
     def check(self, jobs: int) -> list[str]:
         """Raise ConfigError where the buffer cannot work with such items (G3); returns warnings."""
         buffer = self.config.buffer
@@ -142,7 +148,7 @@ def description(config: RunConfig, target_config: Any, layer_ids: tuple[int, ...
     )
     plan = prepared.plan(0)
     out = plan.describe()
-    out["warnings"] = prepared.check(len(plan))
+    out["warnings"] = [*prepared.check(len(plan)), *prepared.mixing_warnings(plan)]
     out["buffer_bytes"] = config.buffer.bytes
     out["epochs"] = config.optim.epochs
     return out

@@ -147,7 +147,7 @@ class TrainingRun:
             for plan in self.plans[begun:]:
                 self.coordinator.add_epoch(plan)
         self.coordinator.no_more_epochs()
-        for warning in self.coordinator.warnings:
+        for warning in [*self.coordinator.warnings, *self.prepared.mixing_warnings(self.plans[0])]:
             self.say(f"warning: {warning}")
         if saved is not None:
             self.step.restore(saved.optimizer, saved.state["steps_taken"])
