@@ -168,8 +168,10 @@ class TrainingRun:
         )
         same = config.runtime.targets == config.runtime.drafters
         sharing, gpu = config.runtime.device_sharing, self.target.device.type == "cuda"
-        if sharing == "auto":  # a GPU overlaps its streams by itself; two roles on one CPU only lengthen each other
-            sharing = "split" if gpu else "alternate"
+        if (
+            sharing == "auto"
+        ):  # one thread a role wastes less than two threads that wait for each other at every product
+            sharing = "split" if gpu or self.models.cores > 1 else "alternate"
         self.alternate = sharing == "alternate" and same and len(self.targets) == 1
         self.turn = Turn(self.alternate, self.shell.failed)
         self.in_use = [Turn(True, self.shell.failed) for _ in self.targets]
