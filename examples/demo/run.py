@@ -90,7 +90,10 @@ def tell(s: dict) -> None:
         f"SmolLM2-135M-Instruct, {s['prompts']} held-out prompts",
         ["", ""],
         [
-            ["accept length before training", f"{s['accept_length_before'] or float('nan'):.3f}"],
+            [
+                "accept length before training (the run's own prompts)",
+                f"{s['accept_length_before'] or float('nan'):.3f}",
+            ],
             ["accept length after", f"{s['accept_length_after']:.3f}"],
             ["first j drafts accepted, by j", by_position],
             ["greedy text against the target's own", f"{same} ({s['near_ties']} near-ties)"],
