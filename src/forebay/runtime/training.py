@@ -367,8 +367,13 @@ class TrainingRun:
         self.steps.flush()
         before, self.doing = self.doing, "evaluating"
         self.faults.at("eval")
-        with self.shell.leases_held():
-            self.heldout.measure(when, self.step.taken)
+        threads = torch.get_num_threads()
+        use_threads(self.models.cores)  # the other role waits
+        try:
+            with self.shell.leases_held():
+                self.heldout.measure(when, self.step.taken)
+        finally:
+            use_threads(threads)
         self.doing = before
 
     # -- checkpoints, status, summary --------------------------------------------------------------------------------
