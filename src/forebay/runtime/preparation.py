@@ -21,8 +21,6 @@ from forebay.flow.admission import check_budget
 from forebay.flow.mixing import warnings_of_plan
 from forebay.flow.plan import EpochPlan, PlanParams, choose_anchors_per_item, choose_edges, plan_epoch
 
-STATE_BYTES = 2  # a hidden state's element in the buffer: bf16 (float32 runs keep what they compute, 4)
-
 
 @dataclass(frozen=True)
 class Preparation:
