@@ -343,6 +343,7 @@ def _bench(a: argparse.Namespace) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # two roles' thread pools must not spin against each other
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "4096")  # rows come in more lengths than its 1,024
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     arguments = build_parser().parse_args(argv)

@@ -1,8 +1,8 @@
 """One micro-step: an item's forward, loss and backward, with the gradients added to the drafter's masters.
 
 Guarantees: the gradient added is that of `scale` x the item's weighted loss sum, whatever else is in the window; with
-`scale = 1 / window weight sum` the gradients of all micro-steps and replicas add up to the window's (G6). On a CPU the
-padding of an item is left out of the arithmetic; on other devices every step has the item's full, fixed shapes.
+`scale = 1 / window weight sum` the gradients of all micro-steps and replicas add up to the window's (G6). On a CPU most
+of an item's padding is left out of the arithmetic; on other devices every step has the item's full, fixed shapes.
 Called by `stages.train`, the guard and `bench.drafter`.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -24,6 +23,10 @@ from forebay.models.loss import BlockSums, FrozenHead, block_loss
 
 #: Queries (anchors x block) that go forward and backward together on a CPU.
 CPU_QUERIES = 512
+
+#: On a CPU an item's tokens, a part's queries and its slots are rounded up to this: the products' library compiles a
+#: kernel for every new shape, which costs as much as using it a few times.
+CPU_MULTIPLE = 32
 
 Array = np.ndarray[Any, Any]
 
@@ -81,16 +84,22 @@ class Borrowed:
         return cls(target.embed_weight.detach().to(device), head, facts.embed_scale)
 
 
+def _rounded(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
+
+
 class _Item:
-    """An item's arrays on the device of its features, without its padding on a CPU."""
+    """An item's arrays on the device of its features, without most of its padding on a CPU."""
 
     def __init__(self, drafter: Drafter, batch: Batch, features: Tensor, borrowed: Borrowed, dtype: torch.dtype):
         self.drafter, self.batch, self.borrowed = drafter, batch, borrowed
         self.device, self.dtype = features.device, dtype
-        bare = self.device.type == "cpu"
-        self.tokens = int(batch.doc_offsets[-1]) if bare else len(batch.tokens)
-        self.anchors = int(batch.n_anchors) if bare else len(batch.anchors)
-        self.slots = int(batch.n_slots) if bare else len(batch.slot_index)
+        self.bare = self.device.type == "cpu"
+        self.tokens, self.anchors = len(batch.tokens), len(batch.anchors)
+        if self.bare:
+            per_anchor = max(1, CPU_MULTIPLE // drafter.spec.block_size)
+            self.tokens = min(self.tokens, _rounded(int(batch.doc_offsets[-1]), CPU_MULTIPLE))
+            self.anchors = min(self.anchors, _rounded(int(batch.n_anchors), per_anchor))
         self.features = features[: self.tokens].to(dtype)
 
     def put(self, values: Array, kind: type = np.int64) -> Tensor:
@@ -112,10 +121,24 @@ class _Item:
 
     def parts(self) -> list[slice]:
         """Anchors taken at a time: all where shapes are fixed, few enough to bound memory on a CPU."""
-        size = max(1, CPU_QUERIES // self.drafter.spec.block_size) if self.device.type == "cpu" else self.anchors
-        count = -(-self.anchors // size)
-        bounds = np.linspace(0, self.anchors, count + 1).astype(int)
-        return [slice(a, b) for a, b in pairwise(bounds.tolist())]
+        if not self.bare:
+            return [slice(0, self.anchors)]
+        block = self.drafter.spec.block_size
+        count = -(-self.anchors * block // CPU_QUERIES)
+        size = _rounded(-(-self.anchors // count), max(1, CPU_MULTIPLE // block))
+        return [slice(a, min(a + size, self.anchors)) for a in range(0, self.anchors, size)]
+
+    def slots(self, part: slice) -> tuple[Array, Array, Array, Array]:
+        """Index into the part's flattened blocks, label, weight and source of its slots; padding weighs nothing."""
+        batch, block = self.batch, self.drafter.spec.block_size
+        if not self.bare:
+            return batch.slot_index, batch.slot_label, batch.slot_weight, batch.slot_source
+        index = batch.slot_index[: batch.n_slots]
+        own = np.flatnonzero((index >= part.start * block) & (index < part.stop * block))
+        room = (0, _rounded(len(own), CPU_MULTIPLE) - len(own))
+        found = batch.slot_label[own], batch.slot_weight[own], batch.slot_source[own]
+        label, weight, source = (np.pad(x, room) for x in found)
+        return np.pad(index[own] - part.start * block, room), label, weight, source
 
 
 def slot_states(
@@ -126,7 +149,8 @@ def slot_states(
     features [T, K*H] of the item's tokens, in any float dtype; computed in `dtype`.
     """
     item = _Item(drafter, batch, features, borrowed, dtype)
-    return item.states(item.context(), slice(0, item.anchors))
+    shown = int(batch.n_anchors) if item.bare else item.anchors
+    return item.states(item.context(), slice(0, shown))
 
 
 def micro_step(
@@ -153,21 +177,19 @@ def micro_step(
     if batch.n_slots == 0:
         return sums
     item = _Item(drafter, batch, features, borrowed, dtype)
-    block = drafter.spec.block_size
     with torch.set_grad_enabled(backward):
         context = item.context()
         shared = [(k.detach().requires_grad_(backward), v.detach().requires_grad_(backward)) for k, v in context]
         for part in item.parts():
-            index = batch.slot_index[: item.slots]
-            own = np.flatnonzero((index >= part.start * block) & (index < part.stop * block))
-            if not len(own):
+            index, label, weight, source = item.slots(part)
+            if not len(index):
                 continue
-            last = None if last_hidden is None else last_hidden[item.put(batch.slot_source[own])]
+            last = None if last_hidden is None else last_hidden[item.put(source)]
             total, more = block_loss(
                 item.states(shared, part),
-                item.put(index[own] - part.start * block),
-                item.put(batch.slot_label[own]),
-                item.put(batch.slot_weight[own], np.float32),
+                item.put(index),
+                item.put(label),
+                item.put(weight, np.float32),
                 borrowed.head,
                 loss,
                 scale,

@@ -2,8 +2,9 @@
 
 Guarantees: the features of a token are HF `hidden_states[i + 1]` of each layer i of `layer_ids`, side by side; no
 later layer, no final norm and no head is run (the last layer's output only where asked for); padding is on the right,
-so a causal target never reads it, and it is never written. Sub-batches follow `job.splits`. Hooks act only in the
-thread that is capturing, so the same model may generate in another. Whether the states are right: `models.checks`.
+so a causal target never reads it; what a slot has beyond the item's tokens becomes zero. Sub-batches follow
+`job.splits`. Hooks act only in the thread that is capturing, so the same model may generate in another. Whether the
+states are right: `models.checks`.
 Called by `stages.extract`, `decode` (facts and model), `bench.target`.
 
 Shapes: T token budget, K captured layers, H hidden, V head rows, n rows of a sub-batch, t its longest row.
@@ -153,8 +154,9 @@ class Target:
         """Write the batch's states into `out` [T, K * H] (and the last layer's into `out_last` [T, H]).
 
         Returns the echo that `check_states` compares: the token ids that were run, in packed order, int32 [real].
-        Rows beyond the batch's tokens are not written. Where `out` is the host's and the target is not, the copies have
-        ended when this returns; where both are on a device, they are enqueued on the current stream.
+        Rows beyond the batch's tokens are made zero: steps of fixed shape read them. Where `out` is the host's and the
+        target is not, the copies have ended when this returns; where both are on a device, they are enqueued on the
+        current stream.
         """
         assert out.shape[-1] == self.feature_width, f"slot of width {out.shape[-1]} for {self.feature_width} features"
         offsets = batch.doc_offsets
@@ -166,6 +168,9 @@ class Target:
             last = None if out_last is None else out_last[here]
             echo.append(self._capture_rows(batch.tokens[here], lengths, out[here], last))
             row += count
+        for padded in (out, out_last):
+            if padded is not None:
+                padded[int(offsets[-1]) :].zero_()
         if self.device.type == "cuda" and out.device.type == "cpu":
             torch.cuda.current_stream(self.device).synchronize()
         return np.concatenate(echo) if echo else np.zeros(0, np.int32)

@@ -83,7 +83,7 @@ class SlotPool:
         self._lock = threading.Lock()
 
     def acquire(self) -> Slot:
-        """A slot of zeros or of old values (padding is never read). Its room was leased, so there is always one."""
+        """A slot of zeros or of old values. Its room was leased, so there is always one."""
         with self._lock:
             slot = self._free.pop() if self._free else None
             if slot is None:
