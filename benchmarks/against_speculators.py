@@ -43,12 +43,14 @@ from forebay.stages.train import learning_rate
 
 GAMMA = 2.0
 OPTIM = OptimConfig(lr=2e-3, warmup_share=0.04, clip=1.0)
-#: How each contestant starts and what it minimises; `theirs` and `ours` are the comparison.
+#: How each contestant starts, what it minimises, whether a repeated item has other anchors; `theirs` and `ours` are the
+#: comparison.
 KINDS = {
-    "theirs": ("target", "fixed-exp-decay"),
-    "ours": ("target", "exp"),
-    "ours-dpace": ("target", "dpace"),
-    "ours-random": ("random", "exp"),
+    "theirs": ("target", "fixed-exp-decay", True),
+    "ours": ("target", "exp", True),
+    "ours-dpace": ("target", "dpace", True),
+    "ours-random": ("random", "exp", True),
+    "ours-same-anchors": ("target", "exp", False),
 }
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -112,14 +114,14 @@ class Bench:
             gamma=GAMMA,
         )
 
-    def items(self, seed: int, steps: int) -> Iterator[Item]:
-        """`steps` items in the seed's order, with its anchors; those of a second pass have other anchors."""
+    def items(self, seed: int, steps: int, fresh: bool = True) -> Iterator[Item]:
+        """`steps` items in the seed's order, with its anchors; those of a second pass have other anchors if `fresh`."""
         jobs = json.loads((self.out / "jobs.json").read_text())
         rng = np.random.default_rng(seed)
         order = np.concatenate([rng.permutation(len(jobs)) for _ in range(-(-steps // len(jobs)))])[:steps]
         for step, number in enumerate(order.tolist()):
             fields = {k: tuple(v) if isinstance(v, list) else v for k, v in jobs[number].items()}
-            batch = self._pack(Job(**fields), 1000 * seed + step // len(jobs))
+            batch = self._pack(Job(**fields), 1000 * seed + (step // len(jobs) if fresh else 0))
             tensors = load_file(self.out / f"item-{number:04d}.safetensors")
             supervised = np.concatenate([self.prepared.train.mask(row) for row in batch.job.rows]).astype(bool)
             yield Item(batch, tensors["features"], tensors["last"], supervised)
@@ -198,7 +200,7 @@ class Bench:
     def contestant(self, kind: str, dtype: torch.dtype) -> tuple[torch.nn.Module, Backward]:
         if kind == "theirs":
             return self.theirs(dtype)
-        decay = KINDS[kind][1]
+        _, decay, _ = KINDS[kind]
         loss = LossConfig(labels="target", decay=decay, gamma=GAMMA if decay == "exp" else None)
         return self.ours(loss, dtype)
 
@@ -226,10 +228,11 @@ def train(a: argparse.Namespace, kind: str, seed: int) -> None:
     file = Path(a.out) / f"{kind}-{seed}.safetensors"
     if file.exists():
         return
-    bench = Bench(a, KINDS[kind][0], a.dtype)
+    init, _, fresh = KINDS[kind]
+    bench = Bench(a, init, a.dtype)
     module, backward = bench.contestant(kind, DTYPES[a.dtype])
     wall, cpu = time.perf_counter(), time.process_time()
-    losses = optimise(module, backward, bench.items(seed, a.steps), a.steps)
+    losses = optimise(module, backward, bench.items(seed, a.steps, fresh), a.steps)
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     tensors = {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}
     save_file(tensors, file)
@@ -305,10 +308,15 @@ def table(a: argparse.Namespace) -> None:
               + " / ".join(f"{f['cpu_s'] / f['steps']:.2f}" for f in facts.values()) + " |")  # fmt: skip
     theirs, ours = (statistics.mean(means[k]) for k in ("theirs", "ours"))
     print(f"| mean | {theirs:.4f} | {ours:.4f} | {ours / theirs:.4f} | | | |")
-    for kind in ("first", *KINDS):
-        for seed in range(a.seeds):
-            if kind not in means and (verdict := read(kind, seed, ".verdict.json")):
-                print(f"{kind} {seed}: {verdict['accept_length']:.4f}")
+    print("\n| | by seed | mean | less ours, by seed |\n|" + "---|" * 4)
+    for kind in ("first", *(k for k in KINDS if k != "theirs")):
+        found = {s: v["accept_length"] for s in range(a.seeds) if (v := read(kind, s, ".verdict.json"))}
+        if found:
+            apart = [x - means["ours"][s] for s, x in found.items()] if kind.startswith("ours-") else []
+            seeds, differences = (
+                ", ".join(f"{x:{f}.4f}" for x in xs) for f, xs in (("", found.values()), ("+", apart))
+            )
+            print(f"| {kind} | {seeds} | {statistics.mean(found.values()):.4f} | {differences} |")
 
 
 def main() -> None:

@@ -66,7 +66,7 @@ def main() -> int:
     if not summary["finished"]:
         return 0
     say("measuring the trained drafter on every held-out prompt, against the target's own greedy text")
-    report = api.evaluate(RUN, target=target, store=store, max_new_tokens=48, batch_size=32)
+    report = api.evaluate(RUN, target=target, store=store, max_new_tokens=48)
     summary.update(
         accept_length_after=report["accept_length"],
         acceptance_by_position=report["acceptance_by_position"],

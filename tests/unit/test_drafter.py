@@ -15,6 +15,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from forebay.config import DrafterConfig, LossConfig, from_dict
 from forebay.errors import ConfigError, ContractError
 from forebay.models import loss as loss_module
+from forebay.models import matmul, pointwise
 from forebay.models import step as step_module
 from forebay.models.drafter import Drafter, rope_frequencies, rope_table
 from forebay.models.init import init_from_target, init_random
@@ -321,6 +322,30 @@ def test_blocks_taken_in_parts_give_the_same_gradients(queries, monkeypatch):
     assert all((got[k] - want[k]).abs().max() < 1e-12 for k in want)
     assert parts.loss.item() == pytest.approx(whole.loss.item())
     assert torch.equal(parts.prefix_hits, whole.prefix_hits) and torch.equal(parts.scored, whole.scored)
+
+
+def test_items_of_many_sizes_take_few_shapes_and_the_rounding_changes_no_gradient(monkeypatch):
+    """On a CPU a kernel is compiled for every new shape of a product."""
+    made, lent, product = drafter(), borrowed(), matmul.times_transposed
+    shapes: dict[int, set] = {1: set(), 32: set()}
+    apart = 0.0
+    for tokens in range(33, 65):
+        anchors = [(0, a) for a in range(1, tokens - 4, 3)]
+        batch = item([tokens], anchors, pad=(70 - tokens, 24 - len(anchors), 72 - 3 * len(anchors)))
+        context, found = features(70), {}
+        for multiple, seen in shapes.items():
+            monkeypatch.setattr(step_module, "CPU_MULTIPLE", multiple)
+            for module in (matmul, loss_module, pointwise):
+                monkeypatch.setattr(
+                    module, "times_transposed", lambda x, w, s=seen: (s.add((*x.shape, *w.shape)), product(x, w))[1]
+                )
+            sums = micro_step(made, batch, context, lent, CE, 0.1)
+            found[multiple] = (gradients(made), sums)
+        (want, exact), (got, rounded) = found[1], found[32]
+        apart = max(apart, *((got[k] - want[k]).norm() / want[k].norm() for k in want))
+        assert torch.equal(rounded.scored, exact.scored) and torch.equal(rounded.prefix_hits, exact.prefix_hits)
+    assert apart < 1e-5
+    assert len(shapes[32]) * 5 < len(shapes[1])
 
 
 def test_evaluation_leaves_no_gradient_and_counts_the_same():

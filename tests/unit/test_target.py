@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 
 import numpy as np
@@ -58,6 +59,15 @@ def test_features_are_the_outputs_of_the_named_layers_and_the_last_is_refused_un
         Target(model, (0, 2, 5))
     wider = Target(model, (0, 2, 4, 5), allow_last_layer=True)
     assert (target.feature_width, wider.feature_width) == (3 * 32, 4 * 32)
+
+
+def test_what_a_slot_holds_beyond_the_item_becomes_zero():
+    """Steps of fixed shape read padding: a state that was not finite must not stay there for the next item."""
+    target = Target(tiny_target(), LAYER_IDS)
+    out, last = (torch.full((30, width), math.nan) for width in (target.feature_width, 32))
+    target.capture(Packed.of(TEXTS, (1, 2)), out, last)
+    assert out.isfinite().all() and last.isfinite().all()
+    assert not out[22:].any() and not last[22:].any() and out[:22].any(-1).all()
 
 
 def test_an_allowed_last_layer_is_captured_before_the_final_norm():
