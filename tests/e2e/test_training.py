@@ -88,10 +88,13 @@ def test_a_run_stopped_and_resumed_trains_the_same_set_and_planned_the_same_weig
     api.train(straight, quiet=True)
     broken = configuration("broken", buffer={"draw": draw})
     for steps in (2, 5):
-        summary = stop_after(TrainingRun(broken, resume=steps > 2, quiet=True), steps).run()
+        life = TrainingRun(broken, resume=steps > 2, quiet=True)
+        life.started -= 1000
+        summary = stop_after(life, steps).run()
         assert not summary["finished"] and summary["steps"] == steps
     summary = api.resume(broken.run_dir, quiet=True)
     assert summary["finished"] and summary["jobs_committed"] == summary["jobs_planned"]
+    assert 2000 < summary["wall_s"] < 3000  # of all three lives
     assert set(trained_rows(broken.run_dir).values()) == {1} and len(trained_rows(broken.run_dir)) == 144
     if draw == "planned":
         assert equal(masters(straight.run_dir), masters(broken.run_dir))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
@@ -115,6 +116,22 @@ def test_sample_from_anchor_drafts_a_token_from_every_slot(monkeypatch: Any) -> 
     out = serve(target, drafter, rows, max_new_tokens=8)
     assert all(len(d) == 4 for g in out for d in g.drafts)
     assert [g.tokens for g in out] == greedy_reference(model, rows, max_new_tokens=8, eos=())
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_round_never_copies_the_head(rows: int) -> None:
+    """For a slice of three dimensions torch takes a batched product, in bf16 over copies of the weights."""
+    target, drafter = TargetSide(tiny_target().requires_grad_(False), (0, 2, 4)), random_drafter()
+    products: set[str] = set()
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            products.add(op.overloadpacket.__name__)
+            return op(*args, **(kwargs or {}))
+
+    with Watch(), torch.no_grad():
+        drafter.draft_logits(torch.randn(rows, drafter.block_size, 32), target.head)
+    assert "mm" in products and "bmm" not in products
 
 
 def test_a_reduced_vocabulary_drafts_only_its_own_tokens() -> None:

@@ -155,17 +155,17 @@ class ServedDrafter:
 
     def draft_logits(self, hidden: Tensor, head: Head) -> Tensor:
         """Logits `[N, drafts_per_round, V]` of the drafted slots; tokens outside a reduced vocabulary get -inf."""
-        slots = hidden[:, -self.drafts_per_round :]
+        count = self.drafts_per_round
+        slots = hidden[:, -count:].flatten(0, 1)  # as one matrix: for a slice of three dimensions torch copies the head
         if self.vocabulary is None:
-            return head(slots)
+            return head(slots).unflatten(0, (-1, count))
         if "lm_head.weight" in self._weights:
             reduced = F.linear(slots, self._weights["lm_head.weight"])
         else:
             reduced = head(slots)[..., self.vocabulary]
-        size = self.config["vocab_size"]
-        full = torch.full((*reduced.shape[:-1], size), -torch.inf, dtype=reduced.dtype, device=reduced.device)
-        full[..., self.vocabulary] = reduced
-        return full
+        full = reduced.new_full((len(slots), self.config["vocab_size"]), -torch.inf)
+        full[:, self.vocabulary] = reduced
+        return full.unflatten(0, (-1, count))
 
     # -- parts ---------------------------------------------------------------------------------------------------
 

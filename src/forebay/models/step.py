@@ -98,7 +98,7 @@ class _Item:
         self.tokens, self.anchors = len(batch.tokens), len(batch.anchors)
         if self.bare:
             per_anchor = max(1, CPU_MULTIPLE // drafter.spec.block_size)
-            self.tokens = min(self.tokens, _rounded(int(batch.doc_offsets[-1]), CPU_MULTIPLE))
+            self.tokens = min(len(features), _rounded(int(batch.doc_offsets[-1]), CPU_MULTIPLE))
             self.anchors = min(self.anchors, _rounded(int(batch.n_anchors), per_anchor))
         self.features = features[: self.tokens].to(dtype)
 

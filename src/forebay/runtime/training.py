@@ -79,6 +79,7 @@ class TrainingRun:
         self._status_at = 0.0
         self.doing = "starting"  # shown by `forebay status`
         saved = self._saved(resume)
+        self.earlier_s = saved.state.get("wall_s", 0.0) if saved is not None else 0.0  # of the lives before this one
         self.models = Assembly(config, saved, self.say, self.faults.store(config), allow_change)
         self.prepared, self.targets, self.target = self.models.prepared, self.models.targets, self.models.target
         self.replicas = self.models.replicas
@@ -399,6 +400,7 @@ class TrainingRun:
                 "flow": self.shell.snapshot(),
                 "evals": list(self.heldout.evals),
                 "metrics_bytes": self.log.size,
+                "wall_s": self._wall_s(),
                 "spec": self.models.spec.to_dict(),
                 "extras": self.models.extras,
             },
@@ -421,6 +423,10 @@ class TrainingRun:
         }
         with contextlib.suppress(OSError):  # a full disk must not end the run from here: the checkpoint says it
             write_text(self.folder / "status.json", json.dumps(status, default=str))
+
+    def _wall_s(self) -> float:
+        """Seconds of this life and, up to the checkpoint each was resumed from, of those before it."""
+        return self.earlier_s + time.monotonic() - self.started
 
     def _summary(self) -> dict[str, Any]:
         stats = self.shell.stats()
@@ -449,7 +455,7 @@ class TrainingRun:
             "mixing": stats["mixing"],
             "failures": self.shell.failures,
             "compilations": compilations() - self.compiled_before,
-            "wall_s": round(time.monotonic() - self.started, 1),
+            "wall_s": round(self._wall_s(), 1),
         }
         if finished:
             folder = self.folder / "drafter"
