@@ -256,7 +256,7 @@ def judge(a: argparse.Namespace, bench: Bench, kind: str, seed: int) -> None:
         bench.served(tensors, dtype),
         bench.prepared.heldout_prompts,
         max_new_tokens=a.new_tokens,
-        batch_size=64,
+        batch_size=16,
         reference=False,
     )
     file.write_text(json.dumps(report.to_dict()))

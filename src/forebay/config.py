@@ -210,7 +210,7 @@ class RuntimeConfig(Section):
     device_sharing: Literal["auto", "alternate", "split"] = Field(
         "auto",
         description="one device, both roles: alternate (one computes at a time, all cores) or split (both at once, "
-        "half of the cores each); auto: alternate on a CPU, split on a GPU; forebay bench pipeline measures both",
+        "half of the cores each); auto: split, but alternate on one core; forebay bench pipeline measures both",
     )
     threads: int | None = Field(None, ge=1, description="cores to use; null: all")
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="drafter compute dtype")

@@ -22,6 +22,7 @@ from transformers import (
 
 import forebay.decode
 from drafters import foresee, random_drafter
+from forebay.decode.drafter import Context
 from forebay.decode.evaluate import compare, eos_ids, evaluate, greedy_reference, measure_speed, summarize
 from forebay.decode.serve import Generation, judge, serve
 from forebay.decode.target_side import TargetSide
@@ -119,19 +120,26 @@ def test_sample_from_anchor_drafts_a_token_from_every_slot(monkeypatch: Any) -> 
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_a_round_never_copies_the_head(rows: int) -> None:
-    """For a slice of three dimensions torch takes a batched product, in bf16 over copies of the weights."""
+def test_a_round_never_copies_weights(rows: int) -> None:
+    """For slices of three dimensions torch takes batched products, in bf16 over copies of the weights."""
     target, drafter = TargetSide(tiny_target().requires_grad_(False), (0, 2, 4)), random_drafter()
-    products: set[str] = set()
+    context, seen = Context(drafter.layers), torch.ones(rows, 2, dtype=torch.bool)
+    features, positions = torch.randn(rows, 4, 3 * 32)[:, :2], torch.arange(6).expand(rows, -1)
+    block = torch.randn(rows, drafter.block_size, 32)
+    products: list[str] = []
 
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            products.add(op.overloadpacket.__name__)
+            products.append(op.overloadpacket.__name__)
             return op(*args, **(kwargs or {}))
 
     with Watch(), torch.no_grad():
-        drafter.draft_logits(torch.randn(rows, drafter.block_size, 32), target.head)
-    assert "mm" in products and "bmm" not in products
+        drafter.extend(context, features, positions[:, :2])
+        keys = products.count("bmm")
+        hidden = drafter.forward(block, positions[:, 2:], context, seen)
+        forward = products.count("bmm")
+        drafter.draft_logits(hidden, target.head)
+    assert keys == 0 and products.count("bmm") == forward and "mm" in products
 
 
 def test_a_reduced_vocabulary_drafts_only_its_own_tokens() -> None:

@@ -118,7 +118,7 @@ class ServedDrafter:
 
     def extend(self, context: Context, features: Tensor, positions: Tensor) -> None:
         """Add columns to the context: features `[N, c, K*Ht]` of the tokens at `positions` `[N, c]`."""
-        fused = self._norm(F.linear(features.to(self.dtype), self._weights["fc.weight"]), "hidden_norm.weight")
+        fused = self._norm(_product(features.to(self.dtype), self._weights["fc.weight"]), "hidden_norm.weight")
         cos, sin = self.rope(fused, positions)
         for layer in range(self.layers):
             keys, values = self._keys_values(layer, fused, cos, sin)
@@ -147,16 +147,16 @@ class ServedDrafter:
                 enable_gqa=True,
             )
             attended = attended.transpose(1, 2).flatten(2)
-            hidden = hidden + F.linear(attended, self._weights[name + "self_attn.o_proj.weight"])
+            hidden = hidden + _product(attended, self._weights[name + "self_attn.o_proj.weight"])
             normed = self._norm(hidden, name + "post_attention_layernorm.weight")
-            gate, up = (F.linear(normed, self._weights[f"{name}mlp.{part}_proj.weight"]) for part in ("gate", "up"))
-            hidden = hidden + F.linear(F.silu(gate) * up, self._weights[name + "mlp.down_proj.weight"])
+            gate, up = (_product(normed, self._weights[f"{name}mlp.{part}_proj.weight"]) for part in ("gate", "up"))
+            hidden = hidden + _product(F.silu(gate) * up, self._weights[name + "mlp.down_proj.weight"])
         return self._norm(hidden, "norm.weight")
 
     def draft_logits(self, hidden: Tensor, head: Head) -> Tensor:
         """Logits `[N, drafts_per_round, V]` of the drafted slots; tokens outside a reduced vocabulary get -inf."""
         count = self.drafts_per_round
-        slots = hidden[:, -count:].flatten(0, 1)  # as one matrix: for a slice of three dimensions torch copies the head
+        slots = hidden[:, -count:].flatten(0, 1)  # a matrix, for the reason that `_product` gives
         if self.vocabulary is None:
             return head(slots).unflatten(0, (-1, count))
         if "lm_head.weight" in self._weights:
@@ -177,7 +177,7 @@ class ServedDrafter:
     def _heads(self, x: Tensor, layer: int, part: str) -> Tensor:
         """Projection split into heads `[N, heads, L, D]`; queries and keys normed per head."""
         name = f"layers.{layer}.self_attn."
-        split = F.linear(x, self._weights[f"{name}{part}_proj.weight"]).unflatten(-1, (-1, self.head_dim))
+        split = _product(x, self._weights[f"{name}{part}_proj.weight"]).unflatten(-1, (-1, self.head_dim))
         if part != "v":
             split = self._norm(split, f"{name}{part}_norm.weight")
         return split.transpose(1, 2)
@@ -236,6 +236,12 @@ def _rotary(config: Mapping[str, Any], head_dim: int, device: torch.device) -> Q
         rope_parameters=dict(rope),
     )
     return Qwen3RotaryEmbedding(built).to(device)
+
+
+def _product(x: Tensor, weight: Tensor) -> Tensor:
+    """x [..., k] @ weight [m, k].T -> [..., m], as one matrix: for slices of more dimensions torch takes a batched
+    product, in bf16 on a CPU over copies of the weights."""
+    return F.linear(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
