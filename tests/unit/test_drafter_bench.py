@@ -61,6 +61,7 @@ def test_every_slot_of_the_measured_item_is_supervised_inside_its_document():
 def test_the_counted_work_is_what_the_step_does(monkeypatch):
     """Products apart from attention's, against torch's own counter."""
     monkeypatch.setattr(matmul, "ONEDNN", False)
+    monkeypatch.setattr("forebay.models.step.CPU_MULTIPLE", 1)  # no rounding up of slots
 
     def no_products(q, context, own, view, layer):
         return q.flatten(1) + sum(x.sum() for x in (*context, *own))
