@@ -96,10 +96,10 @@ class _Item:
         self.device, self.dtype = features.device, dtype
         self.bare = self.device.type == "cpu"
         self.tokens, self.anchors = len(batch.tokens), len(batch.anchors)
+        self.multiple = max(1, CPU_MULTIPLE // drafter.spec.block_size)  # of anchors
         if self.bare:
-            per_anchor = max(1, CPU_MULTIPLE // drafter.spec.block_size)
             self.tokens = min(len(features), _rounded(int(batch.doc_offsets[-1]), CPU_MULTIPLE))
-            self.anchors = min(self.anchors, _rounded(int(batch.n_anchors), per_anchor))
+            self.anchors = min(self.anchors, _rounded(int(batch.n_anchors), self.multiple))
         self.features = features[: self.tokens].to(dtype)
 
     def put(self, values: Array, kind: type = np.int64) -> Tensor:
@@ -125,7 +125,7 @@ class _Item:
             return [slice(0, self.anchors)]
         block = self.drafter.spec.block_size
         count = -(-self.anchors * block // CPU_QUERIES)
-        size = _rounded(-(-self.anchors // count), max(1, CPU_MULTIPLE // block))
+        size = _rounded(-(-self.anchors // count), self.multiple)
         return [slice(a, min(a + size, self.anchors)) for a in range(0, self.anchors, size)]
 
     def slots(self, part: slice) -> tuple[Array, Array, Array, Array]:
