@@ -5,54 +5,61 @@ and all keys ever exists: anchors are taken in sorted chunks and the context is 
 The visibility rule lives in `visible`, once. What a chunk sees is worked out on the host from numpy arrays
 (`block_view`), so the forward pass never asks a device for a number. Called by `models.drafter`.
 
-Legend: T context tokens, A anchors, B slots of a block, N query heads, G key-value heads, D head width.
-Row a * B + j of a block's tensors is slot j of block a.
+Legend: T context tokens, A anchors, B slots of a block, N query heads, G key-value heads, R = N / G, D head width; of
+one chunk n blocks and m context rows. Row a * B + j of a block's tensors is slot j of block a.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from forebay.models import flex
 from forebay.models.spec import DrafterSpec
 
-#: Most queries of a chunk (its blocks do not see one another, yet share a score matrix), and what one more chunk costs
-#: in query-key pairs (its Python and kernel overhead).
-MAX_CHUNK_QUERIES = 96
-CHUNK_OVERHEAD_PAIRS = 20_000
-KEY_MULTIPLE = 64
+#: Most scores (query heads x queries x keys) of a chunk, so that they stay in a core's cache, and how many scores one
+#: more chunk costs (its calls), forward and backward.
+MAX_CHUNK_SCORES = 2**18
+CHUNK_OVERHEAD_SCORES = 12_000
 
+#: Context rows of a chunk are rounded up to this; low-precision products are compiled for every new shape.
+KEY_MULTIPLE = 16
+LOW_PRECISION_KEY_MULTIPLE = 64
 
 KeysValues = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Anchors `first:last`, which together see context rows `lo:hi`; `mask` is what each may add to its scores."""
+    """Anchors `first:last`, which together see context rows `lo:hi`; every block of them sees all of `lo:cut`."""
 
     first: int
     last: int
     lo: int
     hi: int
-    mask: Tensor  # [last-first x B, hi-lo + last-first x B], 0 or -inf
+    cut: int
+    mask: Tensor  # [n, 1, 1 or B, hi - cut], 0 or -inf: what each slot may add to its scores of rows cut:hi
 
-    def slots(self, block: int) -> slice:
-        return slice(self.first * block, self.last * block)
+
+@dataclass(frozen=True)
+class Seen:
+    """What blocks see in one kind of layer: chunks of the context, and their own slots."""
+
+    chunks: tuple[Chunk, ...]
+    own: Tensor | None  # [B, B], 0 or -inf; None where a block sees all of itself
 
 
 @dataclass(frozen=True)
 class BlockView:
-    """What the blocks of one item see, in every layer: one list of chunks per kind of layer."""
+    """What the blocks of one item see, in every layer."""
 
     block: int  # B
-    layers: tuple[tuple[Chunk, ...], ...] = ()
+    layers: tuple[Seen, ...] = ()
     flex: tuple[Any, ...] = ()  # or one FlexAttention mask per layer
 
 
@@ -95,24 +102,28 @@ def block_view(
             if flex_context is not None:
                 plans[kind] = flex.block_mask(anchors, first, own, flex_context, spec, device)
                 continue
-            bounds = _chunk_bounds(anchors, first[:, 0], spec.block_size)
-            plans[kind] = tuple(_chunk(a, b, anchors, first, own, dtype, device) for a, b in bounds)
+            bounds = _chunk_bounds(anchors, first[:, 0], spec.block_size, spec.heads)
+            chunks = tuple(_chunk(a, b, anchors, first, dtype, device) for a, b in bounds)
+            plans[kind] = Seen(chunks, None if own.all() else _added(own, dtype, device))
     kinds = [(spec.is_sliding(i), spec.is_causal(i)) for i in range(spec.layers)]
     planned = tuple(plans[k] for k in kinds)
     return BlockView(spec.block_size, planned) if flex_context is None else BlockView(spec.block_size, (), planned)
 
 
-def _chunk_bounds(anchors: np.ndarray[Any, Any], first: np.ndarray[Any, Any], block: int) -> list[tuple[int, int]]:
+def _chunk_bounds(
+    anchors: np.ndarray[Any, Any], first: np.ndarray[Any, Any], block: int, heads: int
+) -> list[tuple[int, int]]:
     """Cut the sorted anchors where one more chunk is cheaper than a wider context slice for all of the chunk."""
     lows, highs = first.tolist(), anchors.tolist()
     bounds: list[tuple[int, int]] = []
     begin = 0
     for i in range(1, len(highs) + 1):
-        if i < len(highs) and (i + 1 - begin) * block <= MAX_CHUNK_QUERIES:
+        if i < len(highs):
             low, high = min(lows[begin:i]), max(highs[begin:i])
             joined = max(high, highs[i]) - min(low, lows[i])
             grown = (i - begin) * (joined - (high - low)) + joined - (highs[i] - lows[i])
-            if grown * block <= CHUNK_OVERHEAD_PAIRS:
+            fits = (i + 1 - begin) * joined * block * heads <= MAX_CHUNK_SCORES
+            if fits and grown * block * heads <= CHUNK_OVERHEAD_SCORES:
                 continue
         bounds.append((begin, i))
         begin = i
@@ -124,18 +135,24 @@ def _chunk(
     b: int,
     anchors: np.ndarray[Any, Any],
     first: np.ndarray[Any, Any],
-    own: np.ndarray[Any, Any],
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> Chunk:
     lo, hi = int(min(first[a:b].min(), anchors[a:b].min())), int(anchors[a:b].max())
-    # A few more masked rows, so that chunks come in few shapes: kernels are made once for each.
-    lo = max(0, lo - -(hi - lo + (b - a) * len(own)) % KEY_MULTIPLE)
-    rows = np.arange(lo, hi)
-    context = (rows >= first[a:b].reshape(-1, 1)) & (rows < np.repeat(anchors[a:b], len(own))[:, None])
-    sees = np.concatenate([context, np.kron(np.eye(b - a, dtype=bool), own)], axis=1)
-    mask = torch.zeros(sees.shape, dtype=dtype).masked_fill_(torch.from_numpy(~sees), float("-inf"))
-    return Chunk(a, b, lo, hi, mask.to(device))
+    multiple = KEY_MULTIPLE if dtype in (torch.float32, torch.float64) else LOW_PRECISION_KEY_MULTIPLE
+    lo = max(0, lo - (lo - hi) % multiple)
+    rows, starts = np.arange(lo, hi), first[a:b, :, None]
+    starts = starts[:, :1] if (starts == starts[:, :1]).all() else starts
+    sees = (rows >= starts) & (rows < anchors[a:b, None, None])
+    partly = np.flatnonzero(~sees.all((0, 1)))
+    cut = lo + int(partly[0]) if len(partly) else hi
+    return Chunk(a, b, lo, hi, cut, _added(sees[:, None, :, cut - lo :], dtype, device))
+
+
+def _added(sees: np.ndarray[Any, Any], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """0 where a slot sees, -inf where it does not."""
+    hidden = torch.from_numpy(~sees)
+    return torch.zeros(sees.shape, dtype=dtype).masked_fill_(hidden, float("-inf")).to(device)
 
 
 def attend(q: Tensor, context: KeysValues, own: KeysValues, view: BlockView | Any, layer: int) -> Tensor:
@@ -145,114 +162,94 @@ def attend(q: Tensor, context: KeysValues, own: KeysValues, view: BlockView | An
     if view.flex:
         keys, values = (torch.cat(x) for x in zip(context, own, strict=True))
         return flex.attend_flex(q, keys, values, view.flex[layer])
-    chunks = view.layers[layer]
-    if q.device.type == "cpu" and not torch.compiler.is_compiling():
-        return _CpuAttention.apply(q, *context, *own, view.block, chunks)
-    parts = []
-    for c in chunks:
-        queries, keys, values, mask = _gathered(q, context, own, view.block, c)
-        parts.append(_rows(F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask), q.shape[1]))
-    return torch.cat(parts).flatten(1)
+    return _ChunkedAttention.apply(q, *context, *own, view.block, view.layers[layer])
 
 
-class _CpuAttention(torch.autograd.Function):
-    """The chunks, one group of heads at a time, as plain products.
+class _ChunkedAttention(torch.autograd.Function):
+    """A block's softmax over its context and itself, joined from two parts; chunks are plain batched products.
 
-    Backward computes the probabilities of a chunk again, so no more than one chunk's are ever held. torch's flash
-    kernel for CPUs takes two to four times as long in bf16 (as long in fp32), most with key counts that are not round.
+    Scores are in base 2, whose power is cheap also far below zero. Backward computes them again from the sums that the
+    forward pass kept (as FlashAttention does, arXiv 2205.14135), so no more than one chunk's are ever held.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, ck: Tensor, cv: Tensor, k: Tensor, v: Tensor, block: int, chunks: tuple[Chunk, ...]
-    ) -> Tensor:
-        out = torch.empty_like(q)
-        for c, heads, group in _each(chunks, q, k):
-            queries, keys, values = _part(q, (ck, cv), (k, v), block, c, heads, group)
-            odds = _probabilities(queries, keys, c.mask)
-            out[c.slots(block), heads] = _unstacked(odds @ values, c.slots(block))
-        ctx.save_for_backward(q, ck, cv, k, v, out)
-        ctx.block, ctx.chunks = block, chunks
-        return out.flatten(1)
+    def forward(ctx: Any, q: Tensor, ck: Tensor, cv: Tensor, k: Tensor, v: Tensor, block: int, seen: Seen) -> Tensor:
+        groups, exact = k.shape[1], torch.promote_types(q.dtype, torch.float32)
+        queries = _grouped(q, block, groups).mul_(q.shape[2] ** -0.5 * math.log2(math.e))  # [G, A, R*B, D]
+        own_k, own_v = _grouped(k, block, groups), _grouped(v, block, groups)  # [G, A, B, D]
+        ck, cv = ck.transpose(0, 1), cv.transpose(0, 1)
+        own = _own_scores(queries, own_k, seen, exact)
+        top = own.amax(-1, keepdim=True)  # [G, A, R*B, 1], as `total`
+        total, out = torch.zeros_like(top), torch.zeros_like(queries)
+        for c in seen.chunks:
+            if c.lo < c.hi:
+                here = slice(c.first, c.last)
+                scores = _scores(queries[:, here], ck[:, c.lo : c.hi], c, block, exact)
+                torch.maximum(top[:, here], scores.amax(-1, keepdim=True), out=top[:, here])
+                scores.sub_(top[:, here]).exp2_()
+                total[:, here] = scores.sum(-1, keepdim=True)
+                out[:, here] = _by(scores.to(q.dtype), cv[:, c.lo : c.hi])
+        own.sub_(top).exp2_()
+        total += own.sum(-1, keepdim=True)
+        out.add_(own.to(q.dtype) @ own_v).div_(total)
+        ctx.save_for_backward(queries, ck, cv, own_k, own_v, out, total.log2_().add_(top))
+        ctx.block, ctx.seen = block, seen
+        return _rows(out, block).flatten(1)
 
     @staticmethod
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
-        q, ck, cv, k, v, out = ctx.saved_tensors
-        block, slope = ctx.block, slope.view(q.shape)
-        of_q, of_k, of_v = (torch.empty_like(x) for x in (q, k, v))
-        of_ck, of_cv = torch.zeros_like(ck), torch.zeros_like(cv)
-        for c, heads, group in _each(ctx.chunks, q, k):
-            rows, seen = c.slots(block), c.hi - c.lo
-            queries, keys, values = _part(q, (ck, cv), (k, v), block, c, heads, group)
-            odds = _probabilities(queries, keys, c.mask)
-            of_out = _stacked(slope[rows, heads])
-            along = (of_out * _stacked(out[rows, heads])).sum(-1, keepdim=True)
-            of_scores = (of_out @ values.T).sub_(along).mul_(odds)
-            of_q[rows, heads] = _unstacked(of_scores @ keys, rows).mul_(q.shape[2] ** -0.5)
-            by_k = of_scores.T @ queries
-            by_v = odds.T @ of_out
-            for of_context, of_own, by in ((of_ck, of_k, by_k), (of_cv, of_v, by_v)):
-                of_context[c.lo : c.hi, group] += by[:seen]
-                of_own[rows, group] = by[seen:]
-        return of_q, of_ck, of_cv, of_k, of_v, None, None
+        queries, ck, cv, own_k, own_v, out, log_total = ctx.saved_tensors
+        block, seen, width, dtype = ctx.block, ctx.seen, queries.shape[-1], queries.dtype
+        of_out = _grouped(slope.unflatten(-1, (-1, width)), block, len(ck))
+        along = (of_out * out).sum(-1, keepdim=True, dtype=log_total.dtype)
+        odds = _own_scores(queries, own_k, seen, log_total.dtype).sub_(log_total).exp2_()
+        of_scores = (of_out @ own_v.mT).sub(along).mul_(odds).to(dtype)
+        of_q = of_scores @ own_k
+        of_k, of_v = of_scores.mT @ queries, odds.to(dtype).mT @ of_out
+        of_ck, of_cv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (ck, cv))
+        for c in seen.chunks:
+            if c.lo < c.hi:
+                here, there = slice(c.first, c.last), slice(c.lo, c.hi)
+                odds = _scores(queries[:, here], ck[:, there], c, block, along.dtype).sub_(log_total[:, here]).exp2_()
+                of_scores = _by(of_out[:, here], cv[:, there].mT).sub(along[:, here]).mul_(odds).to(dtype)
+                of_q[:, here] += _by(of_scores, ck[:, there])
+                of_ck[:, there] += of_scores.flatten(1, 2).mT @ queries[:, here].flatten(1, 2)
+                of_cv[:, there] += odds.to(dtype).flatten(1, 2).mT @ of_out[:, here].flatten(1, 2)
+        of_q = _rows(of_q.mul_(width**-0.5), block)
+        of_ck, of_k = of_ck.mul_(math.log(2)), of_k.mul_(math.log(2))  # queries carry log2(e)
+        return of_q, of_ck.transpose(0, 1), of_cv.transpose(0, 1), _rows(of_k, block), _rows(of_v, block), None, None
 
 
-def _each(chunks: tuple[Chunk, ...], q: Tensor, k: Tensor) -> Iterator[tuple[Chunk, slice, int]]:
-    """Every chunk with every group of query heads that share keys."""
-    shared = q.shape[1] // k.shape[1]
-    for c in chunks:
-        for group in range(k.shape[1]):
-            yield c, slice(group * shared, (group + 1) * shared), group
+def _grouped(x: Tensor, block: int, groups: int) -> Tensor:
+    """[A*B, R*G, D] -> [G, A, R*B, D], a copy: query heads that share keys become more rows, so keys are not repeated."""
+    parts = x.unflatten(0, (-1, block)).unflatten(2, (groups, -1)).permute(2, 0, 3, 1, 4)  # [G, A, R, B, D]
+    return parts.contiguous().flatten(2, 3)
 
 
-def _part(
-    q: Tensor, context: KeysValues, own: KeysValues, block: int, c: Chunk, heads: slice, group: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Scaled queries [heads * n, D], keys and values [keys, D] of one chunk of n slots and one group."""
-    rows = c.slots(block)
-    keys, values = (
-        torch.cat([seen[c.lo : c.hi, group], mine[rows, group]]) for seen, mine in zip(context, own, strict=True)
-    )
-    return _stacked(q[rows, heads]) * q.shape[2] ** -0.5, keys, values
+def _rows(x: Tensor, block: int) -> Tensor:
+    """[G, A, R*B, D] -> [A*B, G*R, D]"""
+    return x.unflatten(2, (-1, block)).permute(1, 3, 0, 2, 4).flatten(2, 3).flatten(0, 1)
 
 
-def _probabilities(queries: Tensor, keys: Tensor, mask: Tensor) -> Tensor:
-    """[heads * n, keys]"""
-    scores = queries @ keys.T
-    scores.view(-1, *mask.shape).add_(mask)
-    return torch.softmax(scores, -1, out=scores)
+def _by(x: Tensor, y: Tensor) -> Tensor:
+    """x [G, n, r, p] @ y [G, p, w] -> [G, n, r, w], as one product per group."""
+    return torch.bmm(x.flatten(1, 2), y).unflatten(1, x.shape[1:3])
 
 
-def _stacked(x: Tensor) -> Tensor:
-    """[n, heads, D] -> [heads * n, D]"""
-    return x.transpose(0, 1).flatten(0, 1)
+def _scores(queries: Tensor, keys: Tensor, c: Chunk, block: int, exact: torch.dtype) -> Tensor:
+    """[G, n, R*B, m] of the chunk's queries [G, n, R*B, D] and context keys [G, m, D]."""
+    scores = _by(queries, keys.mT).to(exact)
+    if c.cut < c.hi:
+        scores.unflatten(2, (-1, block))[..., c.cut - c.lo :].add_(c.mask)
+    return scores
 
 
-def _unstacked(x: Tensor, rows: slice) -> Tensor:
-    """[heads * n, D] -> [n, heads, D]"""
-    return x.unflatten(0, (-1, rows.stop - rows.start)).transpose(0, 1)
-
-
-def _gathered(
-    q: Tensor, context: KeysValues, own: KeysValues, block: int, c: Chunk
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Queries [1, G, N/G * n, D], keys and values [1, G, keys, D] and mask [N/G * n, keys] of one chunk of n slots."""
-    rows, groups = c.slots(block), own[0].shape[1]
-    keys, values = (
-        torch.cat([seen[c.lo : c.hi], mine[rows]]).transpose(0, 1)[None]
-        for seen, mine in zip(context, own, strict=True)
-    )
-    return _grouped(q[rows], groups), keys, values, c.mask.repeat(q.shape[1] // groups, 1)
-
-
-def _grouped(x: Tensor, groups: int) -> Tensor:
-    """[n, N, D] as [1, G, N/G * n, D]: heads that share keys become more rows, so keys are never repeated."""
-    return x.unflatten(1, (groups, -1)).permute(1, 2, 0, 3).flatten(1, 2)[None]
-
-
-def _rows(x: Tensor, heads: int) -> Tensor:
-    """[1, G, N/G * n, D] back to [n, N, D]."""
-    return x[0].unflatten(1, (heads // x.shape[1], -1)).permute(2, 0, 1, 3).flatten(1, 2)
+def _own_scores(queries: Tensor, keys: Tensor, seen: Seen, exact: torch.dtype) -> Tensor:
+    """[G, A, R*B, B] of every block's queries [G, A, R*B, D] and its own keys [G, A, B, D]."""
+    scores = (queries @ keys.mT).to(exact)
+    if seen.own is not None:
+        scores.unflatten(2, (-1, seen.own.shape[0])).add_(seen.own)
+    return scores
 
 
 def attend_dense(
