@@ -1,7 +1,6 @@
 # Everything runs in .venv, made by `make env` from constraints.txt. Needs Python 3.11 with venv, nothing else.
 PYTHON ?= python3.11
 BIN := .venv/bin
-export OMP_WAIT_POLICY := PASSIVE
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 

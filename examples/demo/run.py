@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import sys
 import time
 from pathlib import Path
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "4096")
-os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+from forebay.environment import set_defaults
+
+set_defaults()
 
 from forebay import api, config
 from forebay.config import TargetConfig

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from forebay import __version__
+from forebay.environment import set_defaults
 from forebay.errors import DataError, ForebayError, UsageError, nearest
 
 EXAMPLES = {
@@ -342,10 +342,7 @@ def _bench(a: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # two roles' thread pools must not spin against each other
-    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "4096")  # rows come in more lengths than its 1,024
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    set_defaults()
     arguments = build_parser().parse_args(argv)
     try:
         code = arguments.run(arguments)

@@ -10,7 +10,7 @@ import pytest
 SOURCE = Path(__file__).parents[2] / "src" / "forebay"
 #: What each room may import, besides itself and `errors`, `config`.
 LOWER = {
-    "cli": {"api", "bench", "data", "observe"},
+    "cli": {"api", "bench", "data", "environment", "observe"},
     "api": {"bench", "runtime", "stages", "models", "decode", "io", "cost", "observe", "data", "flow"},
     "bench": {"runtime", "stages", "models", "decode", "io", "cost", "observe", "data", "flow"},
     "runtime": {"stages", "models", "decode", "io", "cost", "observe", "data", "flow"},
@@ -23,6 +23,7 @@ LOWER = {
     "data": {"flow", "observe"},
     "flow": set(),
     "config": set(),
+    "environment": set(),
     "errors": set(),
 }
 
@@ -61,3 +62,17 @@ def test_the_flow_and_the_configuration_import_no_torch():
     code = f"import sys, importlib; [importlib.import_module(n) for n in {['forebay.config', 'forebay.flow', *names]}]"
     done = subprocess.run([sys.executable, "-c", code + "; sys.exit('torch' in sys.modules)"], check=False)
     assert done.returncode == 0
+
+
+def test_a_command_sets_what_the_libraries_read_and_leaves_what_the_user_has_set():
+    code = """
+import os
+os.environ.pop("GOMP_SPINCOUNT", None)
+os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+from forebay.cli import main
+from forebay.environment import DEFAULTS
+main(["status", "no/such/run"])
+assert os.environ["GOMP_SPINCOUNT"] == DEFAULTS["GOMP_SPINCOUNT"]
+assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
