@@ -117,7 +117,7 @@ class LossConfig(Section):
     gamma: float | None = Field(None, gt=0, description="null: 7 for block 16, 5 for 10, 4 for 8, in between by line")
     dpace_alpha: float | None = Field(None, gt=0, le=1)
     shortlist: int | None = Field(None, ge=1, description="training softmax over the tokens seen and ids below this")
-    chunk_slots: int = Field(256, ge=1, description="slots per head chunk")
+    chunk_slots: int = Field(512, ge=1, description="slots per head chunk")
 
     @model_validator(mode="after")
     def _check(self) -> LossConfig:

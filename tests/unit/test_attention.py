@@ -16,6 +16,7 @@ from forebay.models.step import slot_states
 VARIANTS = {
     "bidirectional": {},
     "causal": {"causal": True},
+    "one head": {"heads": 1, "kv_heads": 1},
     "sliding from the query": {"layer_types": ("sliding_attention",) * 2, "sliding_window": 6},
     "sliding from the anchor": {
         "layer_types": ("sliding_attention",) * 2,

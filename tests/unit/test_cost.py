@@ -45,7 +45,7 @@ def test_the_target_costs_13_gflop_per_token_at_qwen3_8b_shapes():
 
 def test_one_anchor_of_the_drafter_costs_0_13_tflop_and_the_context_about_two_per_cent():
     one = drafter_flops(DRAFTER_8B, tokens=0, anchors=1, slots=15, visible=0)
-    assert one == pytest.approx(0.13e12, rel=0.02)
+    assert one == pytest.approx(0.127e12, rel=0.002)  # 0.13 less what all masks share and unscored slots need not do
     whole = drafter_flops(DRAFTER_8B, tokens=3072, anchors=512, slots=512 * 15)
     context = drafter_flops(DRAFTER_8B, tokens=3072, anchors=0, slots=0)
     assert 0.01 < context / whole < 0.03
@@ -166,7 +166,7 @@ def test_the_estimate_knows_how_the_drafter_cuts_its_work():
     from forebay.models import attention, loss, step
 
     assert memory.CPU_QUERIES == step.CPU_QUERIES
-    assert memory.CHUNK_QUERIES == attention.MAX_CHUNK_QUERIES
+    assert memory.CHUNK_SCORES == attention.MAX_CHUNK_SCORES
     assert memory.CHUNK_BYTES == loss.CHUNK_BYTES
 
 
@@ -174,8 +174,9 @@ def test_every_estimate_grows_with_every_dimension():
     """C90."""
     target = TargetShape.of(Target(tiny_target(), LAYER_IDS).facts, 5)
     sizes = {"tokens": 128, "anchors": 16, "slots": 48, "longest": 64, "buffer_bytes": 10**6}
+    shape = dataclasses.replace(D0_SHAPE, vocab=1024)  # so that the head's chunk is the step's widest moment
 
-    def total(target=target, drafter=D0_SHAPE, target_dtype="bfloat16", drafter_dtype="bfloat16", **changes):
+    def total(target=target, drafter=shape, target_dtype="bfloat16", drafter_dtype="bfloat16", **changes):
         return estimate_memory(
             target, drafter, target_dtype=target_dtype, drafter_dtype=drafter_dtype, **{**sizes, **changes}
         ).total
@@ -184,7 +185,7 @@ def test_every_estimate_grows_with_every_dimension():
     for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab"):
         assert total(target=dataclasses.replace(target, **{name: 2 * getattr(target, name)})) > base, name
     for name in ("layers", "hidden", "kv_heads", "head_dim", "intermediate", "vocab", "block", "captured"):
-        assert total(drafter=dataclasses.replace(D0_SHAPE, **{name: 2 * getattr(D0_SHAPE, name)})) > base, name
+        assert total(drafter=dataclasses.replace(shape, **{name: 2 * getattr(shape, name)})) > base, name
     for name in ("tokens", "anchors", "slots", "buffer_bytes"):
         assert total(**{name: 2 * sizes[name]}) > base, name
     assert total(drafter_dtype="float32") > base and total(target_dtype="float32") > base

@@ -20,7 +20,7 @@ from forebay.models import step as step_module
 from forebay.models.drafter import Drafter, rope_frequencies, rope_table
 from forebay.models.init import init_from_target, init_random
 from forebay.models.matmul import linear, times_transposed
-from forebay.models.pointwise import feed_forward, rms_norm
+from forebay.models.pointwise import feed_forward, rms_norm, rotate
 from forebay.models.spec import DrafterSpec, drafter_rope, drafter_spec, feed_forward_width
 from forebay.models.step import micro_step
 from forebay.models.vocabulary import draft_vocabulary, kept_of, map_tensors, shortlist
@@ -293,7 +293,37 @@ def test_fast_products_equal_plain_ones_with_their_gradients():
         assert torch.allclose(a, b, atol=1e-4)
 
 
-def test_the_norm_and_the_feed_forward_have_exact_gradients():
+def test_the_processors_maker_chooses_the_library(tmp_path):
+    """MKL on Intel's, oneDNN on others; not a measurement, which could fall otherwise after a resume (G7)."""
+    for name, intel in (("GenuineIntel", True), ("AuthenticAMD", False)):
+        (tmp_path / name).write_text(f"processor : 0\nvendor_id\t: {name}\nmodel name\t: some\n")
+        assert matmul.made_by_intel(tmp_path / name) is intel
+    assert not matmul.made_by_intel(tmp_path / "nowhere")
+    assert not (matmul.ONEDNN and matmul.made_by_intel())
+
+
+def test_the_rows_of_wanted_slots_are_those_of_all():
+    """A slot that nobody wants does not go through the last layer's feed-forward, nor a mask through any product."""
+    made, lent, context = drafter(torch.float64), borrowed(torch.float64), features(30, torch.float64)
+    batch = item([30], [(0, 4), (0, 9), (0, 20)])
+    parts = step_module._Item(made, batch, context, lent, torch.float64)
+    whole, wanted = slice(0, 3), torch.tensor([1, 3, 10])
+    rows: dict[str, list[int]] = {}
+    for name, module in made.named_modules():
+        if name.endswith(("q_proj", "mlp")):
+            module.register_forward_hook(lambda m, x, y, name=name: rows.setdefault(name, []).append(len(y)))
+    with torch.no_grad():
+        all_of_them, some = parts.states(parts.context(), whole), parts.states(parts.context(), whole, wanted)
+    assert all_of_them.shape == (12, HIDDEN) and torch.allclose(some, all_of_them[wanted], atol=1e-12)
+    assert rows == {
+        "layers.0.self_attn.q_proj": [4, 4],
+        "layers.0.mlp": [12, 12],
+        "layers.1.self_attn.q_proj": [12, 12],
+        "layers.1.mlp": [12, 3],
+    }
+
+
+def test_the_norm_the_rotation_and_the_feed_forward_have_exact_gradients():
     generator = torch.Generator().manual_seed(0)
 
     def of(*shape):
@@ -302,6 +332,10 @@ def test_the_norm_and_the_feed_forward_have_exact_gradients():
     x, weight = of(5, 3, 8), of(8)
     assert torch.allclose(rms_norm(x, weight, 1e-6), torch.nn.functional.rms_norm(x, (8,), weight, 1e-6))
     assert torch.autograd.gradcheck(lambda a, b: rms_norm(a, b, 1e-3), (x, weight))
+    angles = torch.linspace(0, 3, 20, dtype=torch.float64).view(5, 1, 4)
+    turned = torch.polar(torch.ones_like(angles), angles) * torch.complex(*x.detach().chunk(2, -1))
+    assert torch.allclose(rotate(x, (angles.cos(), angles.sin())), torch.cat([turned.real, turned.imag], -1))
+    assert torch.autograd.gradcheck(lambda a: rotate(a, (angles.cos(), angles.sin())), (x,))
     rows, gate, up, down = of(5, 6), of(7, 6), of(7, 6), of(6, 7)
     want = (torch.nn.functional.silu(rows @ gate.T) * (rows @ up.T)) @ down.T
     assert torch.allclose(feed_forward(rows, gate, up, down), want)

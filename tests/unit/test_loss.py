@@ -12,8 +12,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from forebay.config import LossConfig
 from forebay.errors import ContractError
-from forebay.models.loss import BlockSums, block_loss, dpace_weights
+from forebay.models import loss as loss_module
+from forebay.models.loss import BlockSums, FrozenHead, dpace_weights
 from forebay.models.step import micro_step
+
+
+def block_loss(hidden, slots, labels, weights, head, config, scale=1.0, last=None, first_slot=1):
+    """The loss of all blocks' states [A, B, H], of which the slots are taken."""
+    rows = hidden.flatten(0, 1).index_select(0, slots)
+    shape = (*hidden.shape[:2], first_slot)
+    return loss_module.block_loss(rows, slots, labels, weights, head, config, shape, scale, last)
 
 
 def norm(x):
@@ -72,9 +80,11 @@ def dense_loss(hidden, index, labels, weights, last, head, config):
 
 @pytest.mark.parametrize("kept", [None, KEPT], ids=["full head", "kept rows"])
 @pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("chunk", [5, 64])
-def test_the_chunked_head_equals_the_dense_one(name, kept, chunk):
-    """C87: loss, hits and gradients; the last chunk is short and some chunks hold slots without weight."""
+@pytest.mark.parametrize(("chunk", "pieces"), [(5, 1), (64, 1), (5, 7)])
+def test_the_chunked_head_equals_the_dense_one(name, kept, chunk, pieces, monkeypatch):
+    """C87: loss, hits and gradients; the last chunk is short, as is the vocabulary's last piece, and some chunks hold
+    slots without weight."""
+    monkeypatch.setattr(loss_module, "CHUNK_BYTES", 8 * chunk * (VOCAB if pieces == 1 else len(KEPT) // pieces))
     config = LossConfig(**LOSSES[name], chunk_slots=chunk)
     *given, head = case(kept)
     want, hits = dense_loss(*given, head, config)
@@ -89,7 +99,8 @@ def test_the_chunked_head_equals_the_dense_one(name, kept, chunk):
 
 
 @pytest.mark.parametrize("name", ["ce", "a weighted sum"])
-def test_logit_scale_softcap_and_bias_are_honoured(name):
+def test_logit_scale_softcap_and_bias_are_honoured(name, monkeypatch):
+    monkeypatch.setattr(loss_module, "CHUNK_BYTES", 8 * 7 * len(KEPT) // 3)
     config = LossConfig(**LOSSES[name], chunk_slots=7)
     bias = torch.linspace(-1, 1, VOCAB)
     *given, head = case(KEPT, scale=0.7, softcap=3.0, bias=bias.double())
@@ -99,6 +110,20 @@ def test_logit_scale_softcap_and_bias_are_honoured(name):
     (ours,) = torch.autograd.grad(total, given[0])
     assert total.item() == pytest.approx(want.item(), rel=1e-10)
     assert (ours - slope).abs().max() < 1e-10
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_slope_of_an_all_but_certain_label_keeps_its_digits(dtype):
+    """Its size is that of the other probabilities, here e^-20, which one minus the label's would round away."""
+    head = FrozenHead.build(torch.eye(8)[:, :4] * 2, dtype)
+    hidden = torch.tensor([[12.0, 2.0, 1.0, -1.0]], dtype=dtype, requires_grad=True)
+    total, sums = block_loss(hidden[None], torch.tensor([0]), torch.tensor([0]), torch.ones(1), head, CE)
+    (slope,) = torch.autograd.grad(total, hidden)
+    exact = hidden.detach().double().requires_grad_()
+    want = torch.nn.functional.cross_entropy(exact @ head.rows.double().T, torch.tensor([0]))
+    (slope_wanted,) = torch.autograd.grad(want, exact)
+    assert torch.allclose(slope.double(), slope_wanted, rtol=1e-5 if dtype == torch.float32 else 0.01, atol=0)
+    assert 0 < slope_wanted.abs().max() < 1e-8 and int(sums.hits.sum()) == 1
 
 
 class Largest(TorchDispatchMode):

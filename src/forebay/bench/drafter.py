@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from forebay.config import LossConfig
+from forebay.cost.flops import DrafterShape, drafter_flops
 from forebay.errors import UsageError
 from forebay.models.drafter import Drafter
 from forebay.models.init import init_random
@@ -92,8 +93,8 @@ def bench_drafter(
         optimizer.zero_grad(set_to_none=True)
 
     wall, cpu, least = timed(step, steps, device)
-    growth = peak_resident_bytes() - before
-    flops = step_flops(spec, tokens, anchors)
+    growth = max(0, peak_resident_bytes() - before)  # the system counts the two in different ways
+    flops = drafter_flops(DrafterShape.of(spec), tokens=tokens, anchors=anchors, slots=batch.n_slots)
     peak = matmul_flops_per_s(compute, device)
     return {
         "context_tokens_per_s": tokens / wall,
@@ -135,17 +136,6 @@ def whole_blocks(tokens: int, anchors: int, block: int, vocab: int, seed: int) -
         slot_source=(rows[:, None] + slots - 1).ravel(),
         n_slots=len(index),
     )
-
-
-def step_flops(spec: DrafterSpec, tokens: int, anchors: int) -> float:
-    """Matmul operations a step must do (DFLASH.md): fusion, context keys and values, body, attention, head."""
-    h, queries = spec.hidden_size, anchors * spec.block_size
-    q, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-    layer = h * (2 * q + 2 * kv + 3 * spec.intermediate_size)
-    context = tokens * (4 * spec.feature_size * h + 12 * spec.layers * h * kv)
-    body = 6 * spec.layers * layer * queries
-    attention = 14 * spec.layers * q * (tokens / 2 + spec.block_size) * queries
-    return float(context + body + attention + 4 * h * spec.head_rows * anchors * spec.scored_slots)
 
 
 def matmul_flops_per_s(dtype: torch.dtype, device: str = "cpu", size: int = 1024) -> float:

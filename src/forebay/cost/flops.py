@@ -96,11 +96,17 @@ def drafter_flops(
     visible: float | None = None,
     recompute_logits: bool = False,
 ) -> float:
-    """Forward and backward of one item. visible: mean context that a block sees (default: half of `tokens`)."""
-    kv = shape.kv_heads * shape.head_dim
+    """Forward and backward of one item. visible: mean context that a block sees (default: half of `tokens`).
+
+    Masks enter the first layer alike, so one row of queries, keys and values stands for them all there; only supervised
+    slots go beyond the last layer's attention (models.drafter).
+    """
+    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     context = tokens * (4 * shape.captured * shape.hidden**2 + 12 * shape.layers * shape.hidden * kv)
     queries = anchors * shape.block
-    body = queries * 6 * shape.layers * layer_parameters(shape)
+    alike = max(0, queries - anchors - 1) * shape.hidden * (q + 2 * kv)
+    beyond = (queries - slots) * shape.hidden * (q + 3 * shape.intermediate)
+    body = 6 * (queries * shape.layers * layer_parameters(shape) - alike - beyond)
     head = slots * (6 if recompute_logits else 4) * shape.hidden * shape.vocab
     seen = (tokens / 2 if visible is None else visible) + shape.block
     attention = queries * 14 * shape.layers * shape.heads * shape.head_dim * seen

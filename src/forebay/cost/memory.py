@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from forebay.cost.flops import DrafterShape, TargetShape, layer_parameters
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-CPU_QUERIES = 512  # that models.step takes together on a CPU
-CHUNK_QUERIES = 96  # of models.attention
-CHUNK_BYTES = 8 * 2**20  # of models.loss
+CPU_QUERIES = 1024  # that models.step takes together on a CPU
+CHUNK_SCORES = 2**18  # of models.attention
+CHUNK_BYTES = 4 * 2**20  # of models.loss
 
 
 def state_bytes(tokens: int, captured: int, hidden: int, dtype: str, last_hidden: bool = False) -> int:
@@ -81,13 +81,12 @@ def drafter_step_bytes(
     anchors: int,
     slots: int,
     dtype: str,
-    visible: float | None = None,
-    chunk_slots: int = 256,
+    chunk_slots: int = 512,
     queries_at_once: int | None = CPU_QUERIES,
 ) -> int:
     """Peak of one micro-step beyond masters, moments and the item: what backward needs, gradients, a head chunk.
 
-    visible: mean context that a block sees. queries_at_once: None where an item's blocks go in one part (a GPU).
+    queries_at_once: None where an item's blocks go in one part (a GPU).
     """
     d = DTYPE_BYTES[dtype]
     hidden, inner, layers = shape.hidden, shape.intermediate, shape.layers
@@ -97,18 +96,18 @@ def drafter_step_bytes(
     part_slots = slots * part / max(queries, 1)
     # keys before and after their norm, values, and the gradients that the blocks leave on both
     context = tokens * (2 * hidden + layers * 5 * kv + 4 * shape.head_dim)
-    body = part * (layers * (4 * hidden + 3 * q + 3 * kv + 2 * inner) + 3 * hidden + 4 * shape.head_dim)
-    together = min(part, CHUNK_QUERIES)
-    mask = part * ((tokens / 2 if visible is None else visible) + together)
-    rows = min(chunk_slots, part_slots, max(16, CHUNK_BYTES / (d * shape.vocab)))
-    logits = rows * shape.vocab * (4 * (2 if rows < part_slots else 1) + (d if d < 4 else 0))
+    alike = 2 * hidden + q + kv  # of the first layer, where one row stands for all masks
+    body = part * (layers * (4 * hidden + 3 * q + 3 * kv + 2 * inner) + 3 * hidden - alike + 4 * shape.head_dim)
+    rows = min(chunk_slots, part_slots)
+    piece = min(shape.vocab, CHUNK_BYTES / (d * rows))
+    scores = min(CHUNK_SCORES, part * shape.heads * tokens)
     moments = (  # the widest of these, one after the other
-        2 * part_slots * hidden * d + logits,
+        2 * part_slots * hidden * d + rows * (piece * (4 + (d if d < 4 else 0)) + 4 * hidden * 4),
         part * (4 * inner + 2 * hidden) * d,
-        tokens * (together * shape.heads / shape.kv_heads + 6 * kv) * d,
+        2 * scores * 4 + (part * (3 * q + 2 * kv - 2 * inner - 2 * hidden) + tokens * 4 * kv) * d,  # after the other
     )
     casts = shape.parameters * d if d < 4 else 0
-    return int((context + body + mask) * d + max(moments) + casts + 4 * shape.parameters)
+    return int((context + body) * d + max(moments) + casts + 4 * shape.parameters)
 
 
 def drafter_state_bytes(shape: DrafterShape) -> int:
@@ -136,11 +135,10 @@ def estimate_memory(
     total_layers: int | None = None,
     tied: bool = True,
     shared_head: bool = True,
-    chunk_slots: int = 256,
+    chunk_slots: int = 512,
 ) -> MemoryEstimate:
     """Everything a run of one target and one drafter holds. shared_head: both roles use the same copy of the head."""
     head = drafter.vocab * drafter.hidden * DTYPE_BYTES[drafter_dtype]
-    columns = head if drafter_dtype == "float32" else 0  # a transposed copy for the faster product (models.loss)
     return MemoryEstimate(
         target_weights=target_weight_bytes(target, target_dtype, tied=tied, layers=total_layers),
         target_forward=target_forward_bytes(target, max(1, tokens // longest), longest, target_dtype),
@@ -148,6 +146,6 @@ def estimate_memory(
         drafter_step=drafter_step_bytes(
             drafter, tokens=tokens, anchors=anchors, slots=slots, dtype=drafter_dtype, chunk_slots=chunk_slots
         ),
-        drafter_head=columns + (0 if shared_head else 2 * head),
+        drafter_head=0 if shared_head else 2 * head,
         buffer=buffer_bytes,
     )

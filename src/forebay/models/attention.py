@@ -23,9 +23,11 @@ from forebay.models import flex
 from forebay.models.spec import DrafterSpec
 
 #: Most scores (query heads x queries x keys) of a chunk, so that they stay in a core's cache, and how many scores one
-#: more chunk costs (its calls), forward and backward.
+#: more chunk costs (its calls), forward and backward. A GPU wants few launches (estimated, not measured).
 MAX_CHUNK_SCORES = 2**18
 CHUNK_OVERHEAD_SCORES = 12_000
+GPU_MAX_CHUNK_SCORES = 2**25
+GPU_CHUNK_OVERHEAD_SCORES = 2**24
 
 #: Context rows of a chunk are rounded up to this; low-precision products are compiled for every new shape.
 KEY_MULTIPLE = 16
@@ -102,7 +104,9 @@ def block_view(
             if flex_context is not None:
                 plans[kind] = flex.block_mask(anchors, first, own, flex_context, spec, device)
                 continue
-            bounds = _chunk_bounds(anchors, first[:, 0], spec.block_size, spec.heads)
+            bounds = _chunk_bounds(
+                anchors, first[:, 0], spec.block_size * spec.heads, torch.device(device).type == "cpu"
+            )
             chunks = tuple(_chunk(a, b, anchors, first, dtype, device) for a, b in bounds)
             plans[kind] = Seen(chunks, None if own.all() else _added(own, dtype, device))
     kinds = [(spec.is_sliding(i), spec.is_causal(i)) for i in range(spec.layers)]
@@ -111,9 +115,14 @@ def block_view(
 
 
 def _chunk_bounds(
-    anchors: np.ndarray[Any, Any], first: np.ndarray[Any, Any], block: int, heads: int
+    anchors: np.ndarray[Any, Any], first: np.ndarray[Any, Any], rows: int, on_cpu: bool
 ) -> list[tuple[int, int]]:
-    """Cut the sorted anchors where one more chunk is cheaper than a wider context slice for all of the chunk."""
+    """Cut the sorted anchors where one more chunk is cheaper than a wider context slice for all of the chunk.
+
+    rows: queries of a block, of all heads.
+    """
+    most = MAX_CHUNK_SCORES if on_cpu else GPU_MAX_CHUNK_SCORES
+    overhead = CHUNK_OVERHEAD_SCORES if on_cpu else GPU_CHUNK_OVERHEAD_SCORES
     lows, highs = first.tolist(), anchors.tolist()
     bounds: list[tuple[int, int]] = []
     begin = 0
@@ -122,8 +131,7 @@ def _chunk_bounds(
             low, high = min(lows[begin:i]), max(highs[begin:i])
             joined = max(high, highs[i]) - min(low, lows[i])
             grown = (i - begin) * (joined - (high - low)) + joined - (highs[i] - lows[i])
-            fits = (i + 1 - begin) * joined * block * heads <= MAX_CHUNK_SCORES
-            if fits and grown * block * heads <= CHUNK_OVERHEAD_SCORES:
+            if (i + 1 - begin) * joined * rows <= most and grown * rows <= overhead:
                 continue
         bounds.append((begin, i))
         begin = i
@@ -191,17 +199,17 @@ class _ChunkedAttention(torch.autograd.Function):
                 out[:, here] = _by(scores.to(q.dtype), cv[:, c.lo : c.hi])
         own.sub_(top).exp2_()
         total += own.sum(-1, keepdim=True)
-        out.add_(own.to(q.dtype) @ own_v).div_(total)
-        ctx.save_for_backward(queries, ck, cv, own_k, own_v, out, total.log2_().add_(top))
+        result = _rows(out.add_(own.to(q.dtype) @ own_v).div_(total), block).flatten(1)
+        ctx.save_for_backward(queries, ck, cv, own_k, own_v, result, total.log2_().add_(top))
         ctx.block, ctx.seen = block, seen
-        return _rows(out, block).flatten(1)
+        return result
 
     @staticmethod
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
-        queries, ck, cv, own_k, own_v, out, log_total = ctx.saved_tensors
+        queries, ck, cv, own_k, own_v, result, log_total = ctx.saved_tensors
         block, seen, width, dtype = ctx.block, ctx.seen, queries.shape[-1], queries.dtype
-        of_out = _grouped(slope.unflatten(-1, (-1, width)), block, len(ck))
-        along = (of_out * out).sum(-1, keepdim=True, dtype=log_total.dtype)
+        along = (slope * result).unflatten(-1, (-1, width)).sum(-1, keepdim=True, dtype=log_total.dtype)
+        of_out, along = (_grouped(x, block, len(ck)) for x in (slope.unflatten(-1, (-1, width)), along))
         odds = _own_scores(queries, own_k, seen, log_total.dtype).sub_(log_total).exp2_()
         of_scores = (of_out @ own_v.mT).sub(along).mul_(odds).to(dtype)
         of_q = of_scores @ own_k
@@ -221,9 +229,9 @@ class _ChunkedAttention(torch.autograd.Function):
 
 
 def _grouped(x: Tensor, block: int, groups: int) -> Tensor:
-    """[A*B, R*G, D] -> [G, A, R*B, D], a copy: query heads that share keys become more rows, so keys are not repeated."""
+    """[A*B, G*R, D] -> [G, A, R*B, D], a copy: heads that share keys become more rows, so keys are not repeated."""
     parts = x.unflatten(0, (-1, block)).unflatten(2, (groups, -1)).permute(2, 0, 3, 1, 4)  # [G, A, R, B, D]
-    return parts.contiguous().flatten(2, 3)
+    return parts.clone(memory_format=torch.contiguous_format).flatten(2, 3)
 
 
 def _rows(x: Tensor, block: int) -> Tensor:

@@ -12,17 +12,19 @@ Legend: T context tokens, K captured layers, A anchors, B slots of a block, H hi
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 from forebay.models.attention import BlockView, KeysValues, attend
 from forebay.models.matmul import linear
-from forebay.models.pointwise import feed_forward, rms_norm
+from forebay.models.pointwise import feed_forward, rms_norm, rotate
 from forebay.models.spec import DrafterSpec
 from forebay.models.vocabulary import kept_of, map_tensors, require_same
 
 Rope = tuple[Tensor, Tensor]  # cos and sin
+Rows = Callable[[Tensor], Tensor]  # some rows -> others: a row for each slot, or the rows of some slots
 
 
 class Linear(nn.Module):
@@ -57,15 +59,17 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(spec.head_dim, spec.rms_eps)
         self.k_norm = RMSNorm(spec.head_dim, spec.rms_eps)
 
-    def keys_values(self, x: Tensor, rope: Rope) -> KeysValues:
-        """Keys and values [P, G, D] of rows x [P, H]: fused context features or normed slots, by the same weights."""
+    def keys_values(self, x: Tensor, rope: Rope, spread: Rows) -> KeysValues:
+        """Keys and values [P, G, D] of rows x: fused context features or normed slots, by the same weights."""
         k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.k_proj, self.v_proj))
-        return rotate(self.k_norm(k), rope), v
+        return rotate(spread(self.k_norm(k)), rope), spread(v)
 
-    def forward(self, x: Tensor, context: KeysValues, rope: Rope, view: BlockView, layer: int) -> Tensor:
-        """Normed slots x [A*B, H] -> [A*B, H]."""
-        q = rotate(self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim))), rope)
-        return self.o_proj(attend(q, context, self.keys_values(x, rope), view, layer))
+    def forward(
+        self, x: Tensor, context: KeysValues, rope: Rope, view: BlockView, layer: int, spread: Rows, keep: Rows
+    ) -> Tensor:
+        """Normed slots x, which `spread` makes [A*B, H] -> [A*B, H], or the rows of it that `keep` keeps."""
+        q = rotate(spread(self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim)))), rope)
+        return self.o_proj(keep(attend(q, context, self.keys_values(x, rope, spread), view, layer)))
 
 
 class FeedForward(nn.Module):
@@ -87,8 +91,10 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_eps)
         self.mlp = FeedForward(spec)
 
-    def forward(self, x: Tensor, context: KeysValues, rope: Rope, view: BlockView, layer: int) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), context, rope, view, layer)
+    def forward(
+        self, x: Tensor, context: KeysValues, rope: Rope, view: BlockView, layer: int, spread: Rows, keep: Rows
+    ) -> Tensor:
+        x = keep(spread(x)) + self.self_attn(self.input_layernorm(x), context, rope, view, layer, spread, keep)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -130,7 +136,7 @@ class Drafter(nn.Module):
         """Keys and values of the context in every layer, once for all blocks: features [T, K*H], positions [T]."""
         rope = rope_table(positions, self.spec, features.dtype)
         fused = self.hidden_norm(self.fc(features))
-        return [layer.self_attn.keys_values(fused, rope) for layer in self.layers]
+        return [layer.self_attn.keys_values(fused, rope, as_they_are) for layer in self.layers]
 
     def blocks(
         self,
@@ -139,20 +145,37 @@ class Drafter(nn.Module):
         anchor_embeds: Tensor,
         mask_embed: Tensor,
         view: BlockView,
+        wanted: Tensor | None = None,
     ) -> Tensor:
-        """Hidden states of every slot, ready for the head: [A, B, H].
+        """Hidden states of the slots `wanted` [S] (a * B + j is slot j of block a), ready for the head: [S, H].
+
+        All of them where none are given, [A*B, H]. No other slot goes beyond the last layer's attention.
 
         anchor_positions [A], anchor_embeds [A, H] and mask_embed [H] (embedding scale applied, in the compute dtype);
-        view: what each block sees (`attention.block_view`).
+        view: what each block sees (`attention.block_view`). All masks of all blocks enter the first layer alike: until
+        positions turn them, one row stands for them all.
         """
         blocks, block = len(anchor_positions), self.spec.block_size
         positions = anchor_positions[:, None] + torch.arange(block, device=anchor_positions.device)
         rope = rope_table(positions.flatten(), self.spec, anchor_embeds.dtype)
-        masks = mask_embed.expand(blocks, block - 1, -1)
-        x = torch.cat([anchor_embeds[:, None], masks], dim=1).flatten(0, 1)
+
+        def spread(rows: Tensor) -> Tensor:
+            """[A + 1, ...] anchors and the mask -> [A*B, ...] slots."""
+            masks = rows[blocks:, None].expand(blocks, block - 1, *rows.shape[1:])
+            return torch.cat([rows[:blocks, None], masks], dim=1).flatten(0, 1)
+
+        def keep(rows: Tensor) -> Tensor:
+            return rows if wanted is None else rows.index_select(0, wanted)
+
+        x, last = torch.cat([anchor_embeds, mask_embed[None]]), len(self.layers) - 1
         for i, layer in enumerate(self.layers):
-            x = layer(x, context[i], rope, view, i)
-        return self.norm(x).unflatten(0, (blocks, block))
+            x = layer(x, context[i], rope, view, i, as_they_are if i else spread, keep if i == last else as_they_are)
+        return self.norm(x)
+
+
+def as_they_are(rows: Tensor) -> Tensor:
+    """The `Rows` that changes nothing."""
+    return rows
 
 
 def rope_table(positions: Tensor, spec: DrafterSpec, dtype: torch.dtype) -> Rope:
@@ -177,10 +200,3 @@ def rope_frequencies(spec: DrafterSpec, device: torch.device | str = "cpu") -> T
         kept = ((turns - low) / (high - low)).clamp(0, 1)
         return kept * plain + (1 - kept) * plain / rope["factor"]
     return plain
-
-
-def rotate(x: Tensor, rope: Rope) -> Tensor:
-    """Rotate channel i with channel i + D/2: x [P, heads, D], cos and sin [P, 1, D/2]."""
-    cos, sin = rope
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)

@@ -110,15 +110,15 @@ class FixedStep:
     # -- the step ----------------------------------------------------------------------------------------------------
 
     def _states(self) -> Tensor:
-        """The drafter's hidden states of the item in the buffers: [A, B, H]. This is what is compiled."""
+        """The drafter's hidden states of the slots in the buffers: [S, H]. This is what is compiled."""
         arrays, spec = self.arrays, self.drafter.spec
         context = self.drafter.context(self.features, arrays["positions"])
         embeds, mask = self.borrowed.inputs(arrays["anchor_tokens"], spec.mask_token_id, self.dtype)
-        return self.drafter.blocks(context, arrays["anchor_positions"], embeds, mask, self.view)
+        return self.drafter.blocks(context, arrays["anchor_positions"], embeds, mask, self.view, arrays["slot_index"])
 
     def _forward(self) -> tuple[Tensor, BlockSums]:
         """Scaled loss and sums. The head's chunks stay out of the compiled graph, which would unroll each of them."""
-        arrays = self.arrays
+        arrays, spec = self.arrays, self.drafter.spec
         return block_loss(
             self._made_states(),
             arrays["slot_index"],
@@ -126,9 +126,9 @@ class FixedStep:
             self.weights,
             self.borrowed.head,
             self.loss,
+            (len(arrays["anchors"]), spec.block_size, spec.first_slot),
             self.scale,
             None if self.last_hidden is None else self.last_hidden[arrays["slot_source"]],
-            self.drafter.spec.first_slot,
         )
 
     def _run(self) -> BlockSums:

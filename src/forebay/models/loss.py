@@ -1,10 +1,11 @@
 """The frozen head and the losses, on supervised slots only.
 
-Guarantees: no tensor of [slots, vocabulary] ever exists: slots go through the head in chunks, and a chunk's gradient
-with respect to its hidden rows is computed in the forward pass, while its probabilities are at hand (4HV operations per
-slot; recomputing them in backward would take 6HV). The loss is a sum, times a scale known before the forward pass
-(1 / the window's weight sum), so gradients add up over micro-steps and replicas (G6). Weights never enter the counts of
-hits; a slot of weight zero is unscored, neither hit nor miss. Called by `models.step` and the guard.
+Guarantees: no tensor of [slots, vocabulary] ever exists: slots go through the head in chunks, for a cross-entropy over
+pieces of the vocabulary too, and a chunk's gradient with respect to its hidden rows is computed in the forward pass,
+while its probabilities are at hand (4HV operations per slot; recomputing them in backward would take 6HV). The loss is
+a sum, times a scale known before the forward pass (1 / the window's weight sum), so gradients add up over micro-steps
+and replicas (G6). Weights never enter the counts of hits; a slot of weight zero is unscored, neither hit nor miss.
+Called by `models.step`, `models.graph` and the guard.
 
 Legend: S slots, V rows of the head, H hidden size, A anchors, B slots of a block.
 """
@@ -20,15 +21,20 @@ from torch import Tensor
 
 from forebay.config import LossConfig
 from forebay.errors import ContractError
-from forebay.models.matmul import fast, times_transposed
+from forebay.models.matmul import times_transposed
 
 #: Smoothing of D-PACE confidences when the configuration does not say.
 DPACE_ALPHA = 0.5
 
-#: Most bytes of a chunk of logits in the compute dtype. Products of few rows are slow, above all in bf16; larger ones
-#: fall out of the caches and of the allocator's pools.
-CHUNK_BYTES = 8 * 2**20
+#: Most bytes of a chunk's logits in the compute dtype: larger ones fall out of the caches and the allocator's pools.
+CHUNK_BYTES = 4 * 2**20
 GPU_CHUNK_BYTES = 2**30
+
+#: Fewest slots of a chunk: products of few rows are slow, above all in bf16.
+FEWEST_SLOTS = 16
+
+#: Logits further below the largest count as this far below: e^-80 adds nothing, and powers that underflow are slow.
+LEAST = -80.0
 
 
 @dataclass(frozen=True)
@@ -40,7 +46,6 @@ class FrozenHead:
 
     weight: Tensor  # [vocabulary, H] in the compute dtype
     rows: Tensor  # [V, H]: `weight`, or its kept rows
-    columns: Tensor  # [H, V]: the same; a copy laid out for the fast product where that pays, else a view
     kept: Tensor | None = None  # [V] token ids, rising
     row_of: Tensor | None = None  # [vocabulary] row of each token id, -1 where it was left out
     scale: float = 1.0
@@ -63,27 +68,22 @@ class FrozenHead:
         weight = weight.detach().to(dtype)
         bias = None if bias is None else bias.detach().to(dtype)
         if kept is None:
-            return cls(weight, weight, _columns(weight), None, None, scale, softcap, norm, bias)
+            return cls(weight, weight, None, None, scale, softcap, norm, bias)
         kept = kept.to(weight.device, torch.int64)
         row_of = torch.full((len(weight),), -1, dtype=torch.int64, device=weight.device)
         row_of[kept] = torch.arange(len(kept), device=weight.device)
-        rows = weight[kept].contiguous()
-        return cls(weight, rows, _columns(rows), kept, row_of, scale, softcap, norm, bias)
+        return cls(weight, weight[kept].contiguous(), kept, row_of, scale, softcap, norm, bias)
 
-    def logits(self, hidden: Tensor, kept: bool = True) -> Tensor:
-        """[C, H] -> [C, V] (`kept`) or [C, vocabulary], scaled and soft-capped as the target does."""
-        out = times_transposed(hidden, self.rows if kept else self.weight)
+    def logits(self, hidden: Tensor, kept: bool = True, part: slice = slice(None)) -> Tensor:
+        """[C, H] -> [C, V] (`kept`; `part` of them) or [C, vocabulary], scaled and soft-capped as the target does."""
+        out = times_transposed(hidden, (self.rows if kept else self.weight)[part])
         if self.bias is not None:
-            out += self.bias if self.kept is None or not kept else self.bias[self.kept]
+            out += (self.bias if self.kept is None or not kept else self.bias[self.kept])[part]
         if self.scale != 1.0:
             out *= self.scale
         if self.softcap is not None:
             out.div_(self.softcap).tanh_().mul_(self.softcap)
         return out
-
-
-def _columns(rows: Tensor) -> Tensor:
-    return rows.T.contiguous() if fast(rows) else rows.T
 
 
 @dataclass
@@ -156,34 +156,23 @@ class SlotLosses(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """hidden [S, H], labels [S] token ids, last [S, H] the target's last hidden state for each slot."""
         count = len(hidden)
-        limit = CHUNK_BYTES if hidden.device.type == "cpu" else GPU_CHUNK_BYTES
-        most = min(chunk, max(16, limit // (hidden.element_size() * len(head.rows))))
-        chunk = -(-count // -(-count // most)) if count else most  # even chunks
         exact = torch.promote_types(hidden.dtype, torch.float32)
+        room = (CHUNK_BYTES if hidden.device.type == "cpu" else GPU_CHUNK_BYTES) // hidden.element_size()
+        most = min(chunk, max(FEWEST_SLOTS, room // len(head.rows))) if terms.soft else chunk
+        chunk = _even(count, most)
         losses, confidence = (torch.empty(count, dtype=exact, device=hidden.device) for _ in range(2))
         hits = torch.empty(count, dtype=torch.bool, device=hidden.device)
         slopes = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        wide = None if hidden.dtype == exact else hidden.new_empty(chunk, len(head.rows), dtype=exact)
         for begin in range(0, count, chunk):
             part = slice(begin, min(begin + chunk, count))
-            logits = head.logits(hidden[part])
-            if wide is not None:
-                logits = wide[: len(logits)].copy_(logits)
-            bent = None if head.softcap is None or slopes is None else 1 - (logits / head.softcap) ** 2
-            wanted = labels[part]
-            target = None
             if terms.soft:
                 target = _target_logits(last, part, head).to(exact)
-                if terms.target_labels:
-                    wanted = target.argmax(-1)
-                target = target if head.kept is None else target[:, head.kept]
-            row = wanted if head.row_of is None else head.row_of[wanted]
-            losses[part], confidence[part], hits[part], slope = _chunk_losses(
-                logits, row, target, terms, head.row_of is not None
-            )
+                found = _soft_losses(hidden[part], labels[part], head, slopes is not None, target, terms)
+            else:
+                found = _hard_losses(hidden[part], labels[part], head, slopes is not None, terms.ce, room)
+            losses[part], confidence[part], hits[part], slope = found
             if slopes is not None:
-                slope = slope if bent is None else slope.mul_(bent)
-                slopes[part] = times_transposed(slope.to(hidden.dtype), head.columns)
+                slopes[part] = slope
         if slopes is not None:
             ctx.save_for_backward(slopes.mul_(head.scale) if head.scale != 1.0 else slopes)
         ctx.mark_non_differentiable(confidence, hits)
@@ -205,42 +194,97 @@ def _target_logits(last: Tensor | None, part: slice, head: FrozenHead) -> Tensor
     return head.logits(head.norm(last[part].to(head.weight.dtype)), kept=False)
 
 
-def _chunk_losses(
-    logits: Tensor, row: Tensor, target: Tensor | None, terms: Terms, narrowed: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Loss [C], confidence [C], hit [C] and the loss's slope in the logits [C, V] of one chunk.
+def _even(count: int, most: int) -> int:
+    """Size of the fewest like pieces of `count`, each of `most` at most."""
+    return -(-count // -(-count // most)) if count else most
 
-    `row` is the label's row, -1 for a label outside the kept vocabulary: never a hit, no gradient from its ce.
+
+def _rows_of(labels: Tensor, head: FrozenHead) -> tuple[Tensor, Tensor]:
+    """The head's row of each label [C] (0 for a label outside the kept vocabulary), and whether it has one."""
+    row = labels if head.row_of is None else head.row_of[labels]
+    return row.clamp_min(0), row >= 0
+
+
+def _bent(logits: Tensor, softcap: float) -> Tensor:
+    """Slope of soft-capped logits in the plain ones."""
+    return 1 - (logits / softcap) ** 2
+
+
+Losses = tuple[Tensor, Tensor, Tensor, Tensor | None]
+
+
+def _hard_losses(
+    hidden: Tensor, labels: Tensor, head: FrozenHead, slope_wanted: bool, weight: float, room: int
+) -> Losses:
+    """Cross-entropy [C] times `weight`, confidence [C], hit [C] and the loss's slope in `hidden` [C, H].
+
+    The vocabulary is read once, in pieces of at most `room` logits, and sums over what was read are kept relative
+    to the largest logit (as FlashAttention does with keys, arXiv 2205.14135). A label is kept out of the sums, so that
+    where it is all but certain its slope is still exact. A label outside the kept vocabulary is never a hit and has no
+    slope.
     """
-    inside = (row >= 0).to(logits.dtype)
-    at = row.clamp_min(0)[:, None]
-    top = logits.amax(-1)
-    own = logits.gather(1, at)[:, 0]
-    hit = (own == top) & (row >= 0)
-    # The logits are not read again unless a kl term needs them, so their memory is reused.
-    q = torch.softmax(logits, -1) if terms.kl else torch.softmax(logits, -1, out=logits)
-    # The largest probability is at least 1/V, so this log is safe where log q[label] would not be.
-    log_sum = top - q.amax(-1).log()
-    ce = (log_sum - own) * inside
-    loss, confidence = ce * terms.ce, (-ce).exp() * inside
-    if target is None or not (terms.kl or terms.tv):
-        slope = q.scatter_add_(1, at, torch.full_like(at, -1.0, dtype=q.dtype))
-        if narrowed or terms.ce != 1.0:
-            slope.mul_((terms.ce * inside)[:, None])
-        return loss, confidence, hit, slope
-    log_p = target.log_softmax(-1)
-    p = log_p.exp()
-    slope = q * (terms.ce * inside)[:, None]
-    slope.scatter_add_(1, at, -(terms.ce * inside)[:, None])
+    exact = torch.promote_types(hidden.dtype, torch.float32)
+    row, inside = _rows_of(labels, head)
+    vocabulary, at = len(head.rows), row[:, None]
+    top, own = (hidden.new_full((len(hidden), 1), float("-inf"), dtype=exact) for _ in range(2))
+    others, pull = torch.zeros_like(top), torch.zeros_like(hidden, dtype=exact)
+    piece = _even(vocabulary, max(1, room // len(hidden)))
+    for begin in range(0, vocabulary, piece):
+        part = slice(begin, min(begin + piece, vocabulary))
+        logits = head.logits(hidden, part=part).to(exact)
+        column = at - begin
+        here = (column >= 0) & (column < logits.shape[1])
+        column = column.clamp(0, logits.shape[1] - 1)
+        found = logits.gather(1, column)
+        own = torch.where(here, found, own)
+        bent = None if head.softcap is None else _bent(logits, head.softcap)
+        above = torch.maximum(top, logits.amax(-1, keepdim=True))
+        logits.scatter_(1, column, found.masked_fill(here, float("-inf")))
+        odds = logits.sub_(above).clamp_min_(LEAST).exp_()
+        fade = (top - above).exp_()
+        others.mul_(fade).add_(odds.sum(-1, keepdim=True))
+        if slope_wanted:
+            odds = odds if bent is None else odds.mul_(bent)
+            pull.mul_(fade).add_(times_transposed(odds.to(hidden.dtype), head.rows[part].T))
+        top = above
+    total = others + (own - top).exp_()
+    ce = (total.log() + top - own)[:, 0] * inside
+    hit = (own == top)[:, 0] & inside
+    if not slope_wanted:
+        return ce * weight, (-ce).exp() * inside, hit, None
+    missing = others if head.softcap is None else others * _bent(own, head.softcap)
+    slope = pull.addcmul_(head.rows[row].to(exact), missing, value=-1).mul_(inside[:, None] * weight / total)
+    return ce * weight, (-ce).exp() * inside, hit, slope.to(hidden.dtype)
+
+
+def _soft_losses(
+    hidden: Tensor, labels: Tensor, head: FrozenHead, slope_wanted: bool, target: Tensor, terms: Terms
+) -> Losses:
+    """The same for losses that read the target's logits [C, vocabulary], with a chunk's logits [C, V] at once."""
+    exact = target.dtype
+    row, inside = _rows_of(target.argmax(-1) if terms.target_labels else labels, head)
+    target = target if head.kept is None else target[:, head.kept]
+    logits = head.logits(hidden).to(exact)
+    at, counted = row[:, None], inside.to(exact)
+    top, own = logits.amax(-1), logits.gather(1, at)[:, 0]
+    log_q, log_p = logits.log_softmax(-1), target.log_softmax(-1)
+    q, p = log_q.exp(), log_p.exp()
+    ce = -log_q.gather(1, at)[:, 0] * counted
+    loss, confidence = ce * terms.ce, (-ce).exp() * counted
+    slope = q * (terms.ce * counted)[:, None]
+    slope.scatter_add_(1, at, -(terms.ce * counted)[:, None])
     if terms.kl:
-        loss = loss + terms.kl * (p * (log_p - logits)).sum(-1).add_(log_sum)
+        loss = loss + terms.kl * (p * (log_p - log_q)).sum(-1)
         slope.add_(q, alpha=terms.kl).sub_(p, alpha=terms.kl)
     distance = (p - q).abs().sum(-1) / 2
     if terms.tv:
         loss = loss + terms.tv * distance
         sign = torch.sign(q - p)
         slope.add_(q * (sign - (q * sign).sum(-1, keepdim=True)), alpha=terms.tv / 2)
-    return loss, confidence if terms.ce else 1 - distance, hit, slope
+    if head.softcap is not None:
+        slope.mul_(_bent(logits, head.softcap))
+    of_hidden = times_transposed(slope.to(hidden.dtype), head.rows.T) if slope_wanted else None
+    return loss, confidence if terms.ce else 1 - distance, (own == top) & inside, of_hidden
 
 
 def block_loss(
@@ -250,26 +294,24 @@ def block_loss(
     weights: Tensor,
     head: FrozenHead,
     config: LossConfig,
+    shape: tuple[int, int, int],
     scale: float | Tensor = 1.0,
     last: Tensor | None = None,
-    first_slot: int = 1,
 ) -> tuple[Tensor, BlockSums]:
     """`scale` x sum of weight x loss over the slots of one item, and its sums (without the scale).
 
-    hidden [A, B, H]; slots [S] into the flattened [A * B]; labels [S] token ids; weights [S] (0: padding, unscored);
-    last [S, H]: the target's last hidden state that predicts each slot's label, for soft losses. `first_slot` is where
-    a block's run of drafts begins (the spec's).
+    hidden [S, H]; slots [S] (a * B + j is slot j of block a); labels [S] token ids; weights [S] (0: padding, unscored);
+    shape: A, B and the slot at which a block's run of drafts begins (the spec's `first_slot`); last [S, H]: the
+    target's last hidden state that predicts each slot's label, for soft losses.
     """
-    blocks, block, _ = hidden.shape
     terms = Terms.of(config)
-    rows = hidden.flatten(0, 1).index_select(0, slots)
-    losses, confidence, hits = SlotLosses.apply(rows, labels, last, head, terms, config.chunk_slots)
+    losses, confidence, hits = SlotLosses.apply(hidden, labels, last, head, terms, config.chunk_slots)
     scored = weights > 0
     used = weights.to(losses.dtype)
     if config.decay == "dpace":
-        used = used * dpace_weights(confidence, scored, slots, blocks, block, config.dpace_alpha or DPACE_ALPHA)
+        used = used * dpace_weights(confidence, scored, slots, *shape[:2], config.dpace_alpha or DPACE_ALPHA)
     total = torch.dot(losses, used)
-    return total * scale, _sums(total.detach(), weights, hits & scored, scored, slots, (blocks, block, first_slot))
+    return total * scale, _sums(total.detach(), weights, hits & scored, scored, slots, shape)
 
 
 def dpace_weights(confidence: Tensor, scored: Tensor, slots: Tensor, blocks: int, block: int, alpha: float) -> Tensor:

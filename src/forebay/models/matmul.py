@@ -17,15 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-
 def made_by_intel(description: Path = Path("/proc/cpuinfo")) -> bool:
     """Whether this machine's processor is Intel's; False where the system does not say."""
     return description.is_file() and "GenuineIntel" in description.read_text(errors="replace")
 
 
-ONEDNN = (
-    torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise") and not made_by_intel()
-)
+ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise") and not made_by_intel()
 
 
 def fast(x: Tensor) -> bool:

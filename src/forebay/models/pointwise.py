@@ -1,8 +1,8 @@
-"""The drafter's norm and feed-forward as single autograd steps that keep little and pass over memory seldom.
+"""The drafter's norm, rotation and feed-forward as single autograd steps that keep little and pass over memory seldom.
 
 Guarantees: the same values and first-order gradients as the plain formulas (a test compares them in fp64). Kept for
-backward: a norm's input and one number per row; a feed-forward's two inner products, its activation being computed
-again. Called by `models.drafter`.
+backward: a norm's input and one number per row; of a rotation nothing but its table; a feed-forward's two inner
+products, its activation being computed again. Called by `models.drafter`.
 
 Legend: n rows, H hidden size, F inner width.
 """
@@ -30,19 +30,39 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, inverse = ctx.saved_tensors
-        normed = x * inverse  # fp32 at least, as `inverse` is
-        along = slope * normed
-        of_weight = along.flatten(0, -2).sum(0).to(weight.dtype)
+        along = slope * x.to(inverse.dtype)  # fp32 at least, as `inverse` is
+        of_weight = (along.flatten(0, -2).T @ inverse.flatten()).to(weight.dtype)
         if not ctx.needs_input_grad[0]:
             return None, of_weight, None
-        mean = (along @ weight.to(along.dtype)).unsqueeze(-1).div_(x.shape[-1])
-        of_x = torch.mul(slope, weight).to(normed.dtype).sub_(normed.mul_(mean)).mul_(inverse)
+        back = (along @ weight.to(along.dtype)).unsqueeze(-1).div_(-x.shape[-1]).mul_(inverse**3)
+        of_x = torch.mul(slope, inverse).mul_(weight).addcmul_(x.to(back.dtype), back)
         return of_x.to(x.dtype), of_weight, None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed in fp32 at least."""
     return _RMSNorm.apply(x, weight.to(x.dtype), eps)
+
+
+class _Rotation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turned(x, cos, sin, 1)
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
+        return _turned(slope, *ctx.saved_tensors, -1), None, None
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, way: int) -> Tensor:
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat([(a * cos).addcmul_(b, sin, value=-way), (b * cos).addcmul_(a, sin, value=way)], dim=-1)
+
+
+def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate channel i with channel i + D/2: x [P, heads, D], cos and sin [P, 1, D/2]."""
+    return _Rotation.apply(x, *rope)
 
 
 class _FeedForward(torch.autograd.Function):

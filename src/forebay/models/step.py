@@ -22,7 +22,7 @@ from forebay.models.drafter import Drafter
 from forebay.models.loss import BlockSums, FrozenHead, block_loss
 
 #: Queries (anchors x block) that go forward and backward together on a CPU.
-CPU_QUERIES = 512
+CPU_QUERIES = 1024
 
 #: On a CPU an item's tokens, a part's queries and its slots are rounded up to this: the products' library compiles a
 #: kernel for every new shape, which costs as much as using it a few times.
@@ -108,8 +108,8 @@ class _Item:
     def context(self) -> list[KeysValues]:
         return self.drafter.context(self.features, self.put(self.batch.positions[: self.tokens]))
 
-    def states(self, context: list[KeysValues], part: slice) -> Tensor:
-        """Hidden states [anchors, B, H] of some anchors' blocks."""
+    def states(self, context: list[KeysValues], part: slice, wanted: Tensor | None = None) -> Tensor:
+        """Hidden states of some anchors' blocks: of the slots `wanted` [S, H], or of all [anchors * B, H]."""
         spec, borrowed = self.drafter.spec, self.borrowed
         anchors = self.batch.anchors[part].astype(np.int64)
         starts = self.batch.anchor_start[part].astype(np.int64)
@@ -117,7 +117,7 @@ class _Item:
         view = block_view(anchors, starts, spec, self.dtype, self.device, flex)
         tokens = self.put(self.batch.tokens[anchors])
         embeds, mask = borrowed.inputs(tokens, spec.mask_token_id, self.dtype)
-        return self.drafter.blocks(context, self.put(self.batch.positions[anchors]), embeds, mask, view)
+        return self.drafter.blocks(context, self.put(self.batch.positions[anchors]), embeds, mask, view, wanted)
 
     def parts(self) -> list[slice]:
         """Anchors taken at a time: all where shapes are fixed, few enough to bound memory on a CPU."""
@@ -150,7 +150,7 @@ def slot_states(
     """
     item = _Item(drafter, batch, features, borrowed, dtype)
     shown = int(batch.n_anchors) if item.bare else item.anchors
-    return item.states(item.context(), slice(0, shown))
+    return item.states(item.context(), slice(0, shown)).unflatten(0, (shown, -1))
 
 
 def micro_step(
@@ -184,17 +184,17 @@ def micro_step(
             index, label, weight, source = item.slots(part)
             if not len(index):
                 continue
-            last = None if last_hidden is None else last_hidden[item.put(source)]
+            slots = item.put(index)
             total, more = block_loss(
-                item.states(shared, part),
-                item.put(index),
+                item.states(shared, part, slots),
+                slots,
                 item.put(label),
                 item.put(weight, np.float32),
                 borrowed.head,
                 loss,
+                (part.stop - part.start, drafter.spec.block_size, drafter.spec.first_slot),
                 scale,
-                last,
-                drafter.spec.first_slot,
+                None if last_hidden is None else last_hidden[item.put(source)],
             )
             sums = sums + more
             if backward:
