@@ -33,8 +33,9 @@ GPU_CHUNK_BYTES = 2**30
 #: Fewest slots of a chunk: products of few rows are slow, above all in bf16.
 FEWEST_SLOTS = 16
 
-#: Logits further below the largest count as this far below: e^-80 adds nothing, and powers that underflow are slow.
-LEAST = -80.0
+#: A label's logit, while it is kept out of the sums, is this far below the largest: e^-80 adds nothing, and powers that
+#: underflow are slow.
+KEPT_OUT = -80.0
 
 
 @dataclass(frozen=True)
@@ -239,8 +240,8 @@ def _hard_losses(
         own = torch.where(here, found, own)
         bent = None if head.softcap is None else _bent(logits, head.softcap)
         above = torch.maximum(top, logits.amax(-1, keepdim=True))
-        logits.scatter_(1, column, found.masked_fill(here, float("-inf")))
-        odds = logits.sub_(above).clamp_min_(LEAST).exp_()
+        logits.scatter_(1, column, torch.where(here, above + KEPT_OUT, found))
+        odds = logits.sub_(above).exp_()
         fade = (top - above).exp_()
         others.mul_(fade).add_(odds.sum(-1, keepdim=True))
         if slope_wanted:

@@ -169,9 +169,7 @@ class TrainingRun:
         )
         same = config.runtime.targets == config.runtime.drafters
         sharing, gpu = config.runtime.device_sharing, self.target.device.type == "cuda"
-        if (
-            sharing == "auto"
-        ):  # one thread a role wastes less than two threads that wait for each other at every product
+        if sharing == "auto":  # one thread a role wastes less than two that wait for each other at every product
             sharing = "split" if gpu or self.models.cores > 1 else "alternate"
         self.alternate = sharing == "alternate" and same and len(self.targets) == 1
         self.turn = Turn(self.alternate, self.shell.failed)
