@@ -8,11 +8,11 @@ from __future__ import annotations
 import os
 
 DEFAULTS = {
-    # Idle OpenMP threads spin for 0.2 ms (libgomp counts some 100,000 spins a millisecond) and then sleep. Without end
-    # two roles' threads would spin against each other; with none, waking them costs a third of a drafter step. ACTIVE
-    # leaves a spin of 0.01 ms where more threads exist than cores, PASSIVE none.
+    # Idle OpenMP threads spin for some milliseconds (libgomp's own count where nothing is set) and then sleep: without
+    # end they would keep cores from other work, and sleeping at once loses a third of a drafter step to waking them.
+    # ACTIVE leaves a spin of 1,000 where the process has more such threads than cores, PASSIVE none.
     "OMP_WAIT_POLICY": "ACTIVE",
-    "GOMP_SPINCOUNT": "20000",
+    "GOMP_SPINCOUNT": "300000",
     # oneDNN compiles a kernel for every new shape, and the target's rows come in more lengths than its usual 1,024.
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "4096",
     "TRANSFORMERS_VERBOSITY": "error",
