@@ -4,7 +4,7 @@
 #   scripts/gpu_check.sh > gpu.jsonl          PYTHON: the interpreter; FOREBAY_DEVICE=cpu: a dry run with tiny shapes
 cd "$(dirname "$0")/.." || exit 2
 if [ -z "$PYTHON" ]; then PYTHON=.venv/bin/python; [ -x "$PYTHON" ] || PYTHON=python3; fi
-export PYTHONPATH="$PWD/src:$PWD/tests" HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_WAIT_POLICY=PASSIVE
+export PYTHONPATH="$PWD/src:$PWD/tests" HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 DEVICE="${FOREBAY_DEVICE:-cuda}"
 failed=0
 

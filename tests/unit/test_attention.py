@@ -7,8 +7,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from drafter_items import borrowed, drafter, features, item, spec
+from drafter_items import HIDDEN, borrowed, drafter, features, item, spec
 
+from forebay.cost.flops import DrafterShape
+from forebay.cost.memory import drafter_step_bytes
 from forebay.models import attention, flex
 from forebay.models.attention import attend, attend_dense, block_view
 from forebay.models.step import slot_states
@@ -107,6 +109,12 @@ def test_layers_of_one_kind_share_their_chunks():
 
 def test_an_item_without_anchors_has_no_chunks():
     assert [x.chunks for x in block_view(np.array([], int), np.array([], int), spec()).layers] == [(), ()]
+
+
+def test_an_item_without_anchors_or_slots_is_an_empty_one_and_not_an_error():
+    none = SimpleNamespace(**vars(item([9], [(0, 2)])) | {"n_anchors": 0, "n_slots": 0})
+    assert states(drafter(), none, features(9)).shape == (0, 4, HIDDEN)
+    assert drafter_step_bytes(DrafterShape.of(spec()), tokens=9, anchors=0, slots=0, dtype="float32") > 0
 
 
 def states(made, batch, context, tokens=None):

@@ -98,7 +98,7 @@ def drafter_step_bytes(
     context = tokens * (2 * hidden + layers * 5 * kv + 4 * shape.head_dim)
     alike = 2 * hidden + q + kv  # of the first layer, where one row stands for all masks
     body = part * (layers * (4 * hidden + 3 * q + 3 * kv + 2 * inner) + 3 * hidden - alike + 4 * shape.head_dim)
-    rows = min(chunk_slots, part_slots)
+    rows = max(1, min(chunk_slots, part_slots))
     piece = min(shape.vocab, CHUNK_BYTES / (d * rows))
     scores = min(CHUNK_SCORES, part * shape.heads * tokens)
     moments = (  # the widest of these, one after the other

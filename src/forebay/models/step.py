@@ -150,7 +150,7 @@ def slot_states(
     """
     item = _Item(drafter, batch, features, borrowed, dtype)
     shown = int(batch.n_anchors) if item.bare else item.anchors
-    return item.states(item.context(), slice(0, shown)).unflatten(0, (shown, -1))
+    return item.states(item.context(), slice(0, shown)).unflatten(0, (shown, drafter.spec.block_size))
 
 
 def micro_step(
