@@ -11,6 +11,7 @@ one chunk n blocks and m context rows. Row a * B + j of a block's tensors is slo
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -124,18 +125,19 @@ def _chunk_bounds(
     most = MAX_CHUNK_SCORES if on_cpu else GPU_MAX_CHUNK_SCORES
     overhead = CHUNK_OVERHEAD_SCORES if on_cpu else GPU_CHUNK_OVERHEAD_SCORES
     lows, highs = first.tolist(), anchors.tolist()
-    bounds: list[tuple[int, int]] = []
-    begin = 0
-    for i in range(1, len(highs) + 1):
-        if i < len(highs):
-            low, high = min(lows[begin:i]), max(highs[begin:i])
-            joined = max(high, highs[i]) - min(low, lows[i])
-            grown = (i - begin) * (joined - (high - low)) + joined - (highs[i] - lows[i])
-            if (i + 1 - begin) * joined * rows <= most and grown * rows <= overhead:
+    begins: list[int] = []
+    low = high = 0  # what the chunk so far sees
+    for i, (its_low, its_high) in enumerate(zip(lows, highs, strict=True)):
+        if begins:
+            count = i - begins[-1]
+            joined = max(high, its_high) - min(low, its_low)
+            grown = count * (joined - (high - low)) + joined - (its_high - its_low)
+            if (count + 1) * joined * rows <= most and grown * rows <= overhead:
+                low, high = min(low, its_low), max(high, its_high)
                 continue
-        bounds.append((begin, i))
-        begin = i
-    return bounds if highs else []
+        begins.append(i)
+        low, high = its_low, its_high
+    return list(itertools.pairwise([*begins, len(highs)]))
 
 
 def _chunk(
