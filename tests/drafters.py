@@ -26,7 +26,10 @@ from tiny import LAYER_IDS, MASK_ID, ROWS
 def zlab_config(**overrides: Any) -> dict[str, Any]:
     """D0 beside T0 as a z-lab `config.json`; `dflash_config` entries may be given by name."""
     dflash = {"mask_token_id": MASK_ID, "target_layer_ids": list(LAYER_IDS)}
-    for name in ("mask_token_id", "target_layer_ids", "causal", "sample_from_anchor", "window_from", "sliding_causal"):
+    for name in (
+        *("mask_token_id", "target_layer_ids", "causal", "sample_from_anchor", "window_from", "sliding_causal"),
+        *("trained_max_length", "target_fingerprint"),
+    ):
         if name in overrides:
             dflash[name] = overrides.pop(name)
     config = {

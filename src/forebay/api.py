@@ -215,6 +215,7 @@ def evaluate(
         report.target_tokens_per_s, report.speculative_tokens_per_s = measure_speed(
             model, quick, ids[:4], max_new_tokens=max_new_tokens
         )
+    _warn(report.notes)
     return report.to_dict()
 
 
@@ -241,16 +242,19 @@ def export(
 
         head = load_model(_target(target, gguf_file)).get_output_embeddings().weight
     named = None if target is None else os.fspath(target)
-    return str(export_drafter(source, out, format=format, step=step, target=named, head=head, overwrite=overwrite))
+    options: dict[str, Any] = {"format": format, "step": step, "overwrite": overwrite, "gguf_file": gguf_file}
+    return str(export_drafter(source, out, target=named, head=head, **options))
 
 
 def import_drafter(source: PathLike, out: PathLike, *, target: PathLike, gguf_file: str | None = None) -> str:
     """Read another trainer's drafter, strictly, into a folder that `drafter.init_from` and every command take."""
     from forebay.io.drafters import import_drafter as run
     from forebay.models.load import load_config
+    from forebay.models.spec import target_positions
 
-    layers = load_config(_target(target, gguf_file)).num_hidden_layers
-    return str(run(source, out, num_target_layers=layers))
+    text = load_config(_target(target, gguf_file))
+    positions = target_positions(text.to_dict())
+    return str(run(source, out, num_target_layers=text.num_hidden_layers, max_positions=positions))
 
 
 def check(
@@ -269,7 +273,16 @@ def check(
 
     where = _target(target, gguf_file, "float32")
     ids = prompts_of(load_tokenizer(where), store, prompts, limit)
-    return check_drafter(drafter, load_model(where), ids, target_folder=target, max_new_tokens=max_new_tokens)
+    report = check_drafter(drafter, load_model(where), ids, target_folder=target, max_new_tokens=max_new_tokens)
+    _warn(report["notes"])
+    return report
+
+
+def _warn(notes: Sequence[str]) -> None:
+    from forebay.observe.console import say
+
+    for note in notes:
+        say(f"warning: {note}")
 
 
 def load_drafter(source: PathLike, **options: Any) -> Any:

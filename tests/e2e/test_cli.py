@@ -7,6 +7,7 @@ import pytest
 
 from forebay import config
 from forebay.cli import EXAMPLES, build_parser, main
+from forebay.data.store import TokenStore
 
 FOUND = sorted(Path(__file__).parents[2].glob("examples/**/*.yaml"))
 EXAMPLE_CONFIGS = [file for file in FOUND if "run_dir" in file.read_text()]
@@ -59,9 +60,13 @@ def test_the_whole_way_from_conversations_to_an_engine(world, tmp_path, capsys, 
     assert found["identical_to_target"] is True
     assert found["accept_length"] == pytest.approx(1 + sum(found["acceptance_by_position"]))  # C101
 
+    longest = TokenStore.open(store / "train").lengths.max()
     for layout in ("zlab", "speculators"):
         code, _, _ = run(capsys, "export", folder, "--format", layout, "--out", tmp_path / layout)
         assert code == 0 and (tmp_path / layout / "README.md").is_file()
+        written = json.loads((tmp_path / layout / "config.json").read_text())
+        assert written.get("transformer_layer_config", written)["max_position_embeddings"] == 512  # the target's
+        assert {**written, **written.get("dflash_config", {})}["trained_max_length"] == longest
     code, _, _ = run(capsys, "import", tmp_path / "speculators", "--target", target, "--out", tmp_path / "back")
     assert code == 0
     first, again = ((tmp_path / n / "model.safetensors").read_bytes() for n in ("zlab", "back"))

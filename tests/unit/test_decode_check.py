@@ -62,11 +62,12 @@ def test_an_embedding_scale_that_the_drafter_does_not_know_is_refused() -> None:
 
 @pytest.mark.parametrize("format", ["zlab", "speculators"])
 def test_the_whole_check_reports_contract_loop_and_peers(tmp_path: Path, format: str) -> None:
-    config = zlab_config()
+    config = zlab_config(trained_max_length=6)
     drafter = StoredDrafter(zlab_spec(config, "float32"), zlab_tensors(config))
     folder = write_drafter(tmp_path / "drafter", drafter, format, target="some/target")
     report = check_drafter(folder, tiny_target(), prompts(3), max_new_tokens=8)
     assert report["ok"] is True and report["identical_to_target"] is True
+    assert report["trained_max_length"] == 6 and report["notes"][0].endswith("was trained on at most 6")
     assert {"field", "drafter", "target", "ok", "note"} == set(report["contract"][0])
     assert report["prompts"] == 3 and report["accept_length"] >= 1.0
     assert '"num_speculative_tokens": 3' in report["engines"]["vllm"]

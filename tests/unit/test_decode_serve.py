@@ -259,9 +259,19 @@ def test_evaluation_finds_the_output_identical_and_measures_both_speeds() -> Non
 
 
 def test_texts_longer_than_the_drafter_was_trained_on_are_said() -> None:
-    """C24's serving half."""
-    report, _ = evaluate(tiny_target(), random_drafter(max_position_embeddings=12), [[5] * 8], max_new_tokens=6)
+    """C24's serving half, by the field that carries the trained length."""
+    drafter = random_drafter(trained_max_length=12)
+    report, _ = evaluate(tiny_target(), drafter, [[5] * 8], max_new_tokens=6)
     assert report.notes == ["texts of up to 14 tokens, but the drafter was trained on at most 12"]
+    assert evaluate(tiny_target(), drafter, [[5] * 4], max_new_tokens=6)[0].notes == []
+
+
+def test_a_drafter_that_an_engine_would_cut_short_is_said() -> None:
+    """An older export of ours: the trained length under the name of the positions."""
+    old = random_drafter(max_position_embeddings=100, target_fingerprint="0123456789abcdef")
+    report, _ = evaluate(tiny_target(), old, [[5] * 8], max_new_tokens=6)
+    (note,) = report.notes
+    assert "max_position_embeddings is 100, its target's 512: vLLM drafts nothing in contexts beyond 100" in note
 
 
 def test_speed_counts_the_same_tokens_for_both_ways() -> None:

@@ -21,7 +21,14 @@ from forebay.models.drafter import Drafter, rope_frequencies, rope_table
 from forebay.models.init import init_from_target, init_random
 from forebay.models.matmul import linear, times_transposed
 from forebay.models.pointwise import feed_forward, rms_norm, rotate
-from forebay.models.spec import DrafterSpec, drafter_rope, drafter_spec, feed_forward_width
+from forebay.models.spec import (
+    UNLIMITED,
+    DrafterSpec,
+    drafter_rope,
+    drafter_spec,
+    feed_forward_width,
+    target_positions,
+)
 from forebay.models.step import micro_step
 from forebay.models.vocabulary import draft_vocabulary, kept_of, map_tensors, shortlist
 
@@ -60,6 +67,7 @@ def test_a_draft_vocabulary_of_impossible_size_is_refused(size):
         spec(draft_vocab_size=size)
 
 
+YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32768}
 TARGET = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 96, "rms_norm_eps": 1e-5}
 
 
@@ -82,6 +90,23 @@ def test_a_spec_takes_its_shapes_from_the_target():
     assert (made.feature_size, made.scored_slots, made.first_slot, made.head_rows) == (64, 3, 1, VOCAB)
     assert made_for(TARGET, DrafterConfig(sample_from_anchor=True)).scored_slots == 16
     assert made_for(TARGET).trained_max_length == 128
+
+
+@pytest.mark.parametrize(
+    ("fields", "positions"),
+    [
+        ({"max_position_embeddings": 4096}, 4096),
+        ({"n_positions": 1024}, 1024),
+        ({}, UNLIMITED),
+        ({"max_position_embeddings": 4096, "rope_scaling": None, "rope_parameters": None}, 4096),
+        # yarn in both habits: positions already stretched, and not yet
+        ({"max_position_embeddings": 131072, "rope_scaling": YARN}, 131072),
+        ({"max_position_embeddings": 40960, "rope_parameters": YARN}, 131072),
+        ({"max_position_embeddings": 40960, "rope_parameters": {"full_attention": YARN, "sliding": {}}}, 131072),
+    ],
+)
+def test_a_drafter_reaches_as_far_as_its_target_reads(fields, positions):
+    assert target_positions(fields) == made_for(TARGET | fields).max_positions == positions
 
 
 def test_a_mixture_of_experts_gives_its_active_width_and_never_contracts():

@@ -13,12 +13,14 @@ from test_formats_speculators import GOLDEN_CONFIG as SPECULATORS
 from test_formats_speculators import put
 
 from drafters import zlab_config, zlab_tensors
+from forebay import api
 from forebay.errors import ContractError, UsageError
 from forebay.io.checkpoint import Checkpoints, Snapshot
 from forebay.io.drafters import export_drafter, find_drafter, import_drafter
 from forebay.io.formats import read_drafter
 from forebay.io.formats.zlab import zlab_spec
 from forebay.models.vocabulary import map_tensors
+from tiny import tiny_target
 
 CONTRACT = {
     "target.name": "T0",
@@ -87,6 +89,49 @@ def test_importing_a_speculators_drafter_gives_a_zlab_one_with_the_same_tensors(
     assert back.format == "zlab" and back.spec.target_layer_ids == (0, 2, 4)
     assert all(torch.equal(back.tensors[k], v) for k, v in tensors.items())
     assert find_drafter(folder).drafter.spec == back.spec
+
+
+def positions_of(folder: Path) -> tuple[int, int]:
+    """(positions, trained length) as an export's config.json says them."""
+    config = json.loads((folder / "config.json").read_text())
+    if "transformer_layer_config" in config:
+        return config["transformer_layer_config"]["max_position_embeddings"], config["trained_max_length"]
+    return config["max_position_embeddings"], config["dflash_config"]["trained_max_length"]
+
+
+@pytest.mark.parametrize("format", ["zlab", "speculators"])
+def test_every_export_reaches_as_far_as_its_target_and_keeps_its_trained_length(tmp_path: Path, format: str) -> None:
+    """C24: the trained length is a field of its own, because engines draft nothing beyond max_position_embeddings."""
+    run = run_with(tmp_path / "run", {10: 1.5}, trained_max_length=37, max_position_embeddings=512)
+    assert positions_of(export_drafter(run, tmp_path / "out", format=format)) == (512, 37)
+    assert "trained_max_length: 37 tokens" in (tmp_path / "out" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("format", ["zlab", "speculators"])
+def test_an_older_export_of_ours_is_known_and_written_again_with_its_targets_positions(
+    tmp_path: Path, format: str
+) -> None:
+    """They gave the trained length, 37 tokens, as max_position_embeddings."""
+    if format == "zlab":
+        config = zlab_config(max_position_embeddings=37, target_fingerprint="0123456789abcdef")
+    else:
+        config = {k: v for k, v in SPECULATORS.items() if k != "trained_max_length"}
+        config["transformer_layer_config"] = {**config["transformer_layer_config"], "max_position_embeddings": 37}
+    old = put(tmp_path / "old", config, zlab_tensors(zlab_config()))
+    assert (read_drafter(old).spec.trained_max_length, read_drafter(old).spec.max_positions) == (37, 0)
+    target = tmp_path / "target"
+    tiny_target().config.save_pretrained(target)
+    assert positions_of(Path(api.import_drafter(old, tmp_path / "new", target=target))) == (512, 37)
+    assert positions_of(Path(api.export(old, tmp_path / "out", format=format, target=target))) == (512, 37)
+    with pytest.raises(UsageError, match=r"at most 37 tokens, but not how many positions.*--target DIR"):
+        export_drafter(old, tmp_path / "never", format=format)
+    assert not (tmp_path / "never").exists()
+
+
+def test_a_drafter_of_another_trainer_is_lifted_to_its_targets_positions(tmp_path: Path) -> None:
+    theirs = put(tmp_path / "in", zlab_config(max_position_embeddings=128), zlab_tensors(zlab_config()))
+    folder = import_drafter(theirs, tmp_path / "out", max_positions=512)
+    assert read_drafter(folder).spec.max_positions == 512 and read_drafter(folder).spec.trained_max_length == 0
 
 
 def test_a_path_without_a_drafter_says_what_is_wanted(tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ GOLDEN_CONFIG: dict[str, Any] = {
     "speculators_model_type": "dflash",
     "speculators_version": "0.9.0",
     "target_hidden_size": None,
+    "trained_max_length": 128,
     "transformer_layer_config": {
         "attention_bias": False,
         "attention_dropout": 0.0,
@@ -77,8 +78,9 @@ def put(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) 
 
 def test_exported_keys_and_configuration_are_the_golden_ones(tmp_path: Path) -> None:
     """C91, C92 for this layout: ids one higher, vLLM's number of tokens, embedding and head left to the target."""
+    drafter = stored(trained_max_length=128)
     folder = write_speculators(
-        tmp_path / "out", stored(), verifier="some/target", verifier_architecture="Qwen3ForCausalLM"
+        tmp_path / "out", drafter, verifier="some/target", verifier_architecture="Qwen3ForCausalLM"
     )
     assert json.loads((folder / "config.json").read_text()) == GOLDEN_CONFIG
     assert sorted(load_file(folder / "model.safetensors")) == GOLDEN_KEYS
@@ -92,6 +94,7 @@ def test_the_configuration_reads_back_as_the_same_drafter_in_every_variant() -> 
         {**SLIDING, "window_from": "anchor", "sliding_causal": False},
         {"layer_types": ["sliding_attention"] * 2, "sliding_window": 8, "use_sliding_window": True},
         {"draft_vocab_size": 10},
+        {"trained_max_length": 100},
     ):
         spec = zlab_spec(zlab_config(**variant), "float32")
         config = speculators_config(spec, verifier="t", verifier_architecture=None)
@@ -174,12 +177,13 @@ def test_the_card_tells_each_engine_its_number_of_tokens(tmp_path: Path) -> None
         "data": "3,000 chats",
         "eval_prompts": 64,
     }
-    folder = write_drafter(tmp_path / "a", stored(), target="some/target", about=about)
+    folder = write_drafter(tmp_path / "a", stored(trained_max_length=128), target="some/target", about=about)
     card = (folder / "README.md").read_text()
     assert '"num_speculative_tokens": 3' in card and "--speculative-num-draft-tokens 4" in card
+    assert "trained_max_length: 128 tokens" in card
     for part in ("some/target", "2.345 on 64 held-out prompts", "3,000 chats", "[0, 2, 4]", "id 310", "forebay check"):
         assert part in card
     other = write_drafter(tmp_path / "b", stored(sample_from_anchor=True), "speculators", target="some/target")
     card = (other / "README.md").read_text()
     assert '"num_speculative_tokens": 4' in card and "sglang" not in card
-    assert "not measured" in card and "[1, 3, 5]" in card
+    assert "not measured" in card and "[1, 3, 5]" in card and "trained_max_length: not recorded" in card

@@ -48,7 +48,7 @@ GOLDEN_CONFIG: dict[str, Any] = {
     "attention_bias": False,
     "attention_dropout": 0.0,
     "block_size": 4,
-    "dflash_config": {"mask_token_id": 310, "target_layer_ids": [0, 2, 4], "causal": False},
+    "dflash_config": {"mask_token_id": 310, "target_layer_ids": [0, 2, 4], "causal": False, "trained_max_length": 128},
     "dtype": "float32",
     "head_dim": 8,
     "hidden_act": "silu",
@@ -120,7 +120,7 @@ def stored(**overrides: Any) -> StoredDrafter:
 
 def test_exported_keys_and_configuration_are_the_golden_ones(tmp_path: Path) -> None:
     """C91, C92."""
-    folder = write_zlab(tmp_path / "out", stored())
+    folder = write_zlab(tmp_path / "out", stored(trained_max_length=128))
     assert sorted(load_file(folder / "model.safetensors")) == GOLDEN_KEYS
     assert json.loads((folder / "config.json").read_text()) == GOLDEN_CONFIG
 
@@ -135,6 +135,7 @@ def test_the_configuration_reads_back_as_the_same_drafter_in_every_variant() -> 
         {**sliding, "causal": True},
         {"rope_parameters": {"rope_type": "linear", "rope_theta": 5e5, "factor": 4.0}},
         {"draft_vocab_size": 10, "target_hidden_size": 64},
+        {"trained_max_length": 100},
     ]
     for variant in variants:
         spec = zlab_spec(zlab_config(**variant), "float32")

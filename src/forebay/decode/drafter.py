@@ -24,7 +24,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 from forebay.errors import ContractError
 from forebay.io.drafters import find_drafter
 from forebay.io.formats import StoredDrafter, read_drafter
-from forebay.io.formats.zlab import zlab_config, zlab_tensors
+from forebay.io.formats.zlab import lengths, zlab_config, zlab_tensors
 
 Head = Callable[[Tensor], Tensor]
 
@@ -78,6 +78,7 @@ class ServedDrafter:
         self.head_dim: int = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
         self.eps: float = config["rms_norm_eps"]
         self.dtype, self.device = dtype, torch.device(device)
+        self.trained_max_length, self.max_positions = lengths(config)  # tokens; 0 where not known
         self._causal = bool(dflash.get("causal", False))
         self._types = list(config.get("layer_types") or ["full_attention"] * self.layers)
         self._window: int | None = config.get("sliding_window")

@@ -23,6 +23,7 @@ from forebay.decode.drafter import ServedDrafter
 from forebay.decode.serve import Generation, Progress, serve
 from forebay.decode.target_side import TargetSide
 from forebay.errors import DataError
+from forebay.models.spec import target_positions
 
 #: Logits of the reference closer than this are a tie within fp32 rounding.
 NEAR_TIE = 1e-3
@@ -98,9 +99,8 @@ def evaluate(
         progress=progress,
     )
     report = summarize(generations, drafter.drafts_per_round, temperature)
-    trained, longest = drafter.config.get("max_position_embeddings"), max(map(len, prompts)) + max_new_tokens
-    if trained and longest > trained:
-        report.notes.append(f"texts of up to {longest} tokens, but the drafter was trained on at most {trained}")
+    longest = max(len(g.prompt) + len(g.tokens) for g in generations)
+    report.notes = length_notes(drafter, target_positions(model.config.get_text_config().to_dict()), longest)
     if reference and temperature == 0 and target.dtype in (torch.float32, torch.float64):
         expected = greedy_reference(model, prompts, max_new_tokens=max_new_tokens, eos=eos, batch_size=batch_size)
         report.differing = compare(target, generations, expected)
@@ -112,6 +112,23 @@ def evaluate(
         )
     report.seconds = time.perf_counter() - begin
     return report, generations
+
+
+def length_notes(drafter: ServedDrafter, positions: int, longest: int) -> list[str]:
+    """What to know about lengths: texts longer than any that trained the drafter, and a drafter that engines cut short.
+
+    `positions`: the target's. `longest`: of the texts evaluated.
+    """
+    trained, served = drafter.trained_max_length, drafter.max_positions or drafter.trained_max_length
+    notes = []
+    if 0 < trained < longest:
+        notes.append(f"texts of up to {longest} tokens, but the drafter was trained on at most {trained}")
+    if served < positions:
+        notes.append(
+            f"the drafter's max_position_embeddings is {served}, its target's {positions}: vLLM drafts nothing in "
+            f"contexts beyond {served}, without a word; `forebay import` writes the drafter with the target's"
+        )
+    return notes
 
 
 def summarize(generations: Sequence[Generation], drafts_per_round: int, temperature: float = 0.0) -> Report:

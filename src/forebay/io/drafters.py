@@ -1,25 +1,27 @@
 """Find the drafter behind a path: an exported folder in either layout, a checkpoint, or a run's best checkpoint.
 
 Guarantees: what is found is read strictly (see `formats`, `checkpoint`) and comes with what is known of it, ready to be
-written for an engine by `export_drafter`. Reads only; nothing is guessed for facts that were not stored. Called by
-`api`.
+written for an engine by `export_drafter`. Finding reads only; nothing is guessed for facts that were not stored. What
+is written says as many positions as its target has, because engines draft nothing beyond them. Called by `api`.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from forebay.config import TargetConfig
 from forebay.errors import ContractError, UsageError
 from forebay.io import checkpoint
 from forebay.io.formats import StoredDrafter, read_drafter, write_drafter
 from forebay.io.formats.speculators import verifier_of
-from forebay.models.spec import DrafterSpec
+from forebay.models.load import load_config
+from forebay.models.spec import DrafterSpec, target_positions
 from forebay.models.vocabulary import kept_of
 
 
@@ -102,6 +104,7 @@ def export_drafter(
     format: str = "zlab",
     step: str = "best",
     target: str | None = None,
+    gguf_file: str | None = None,
     head: Tensor | None = None,
     about: Mapping[str, Any] | None = None,
     overwrite: bool = False,
@@ -110,9 +113,10 @@ def export_drafter(
 
     `target`: how engines find the target (default: the name that training knew it by). `head` `[V, H]`: the target's
     head, whose rows travel with a reduced vocabulary. `about`: more for the model card.
+    Raises UsageError where the drafter does not say how many positions its target has, and the target is not here.
     """
     found = find_drafter(source, step=step)
-    drafter = found.drafter
+    drafter = reaching(found, _positions_at(target or found.target, gguf_file))
     if drafter.vocabulary is not None and drafter.head is None and head is not None:
         if tuple(head.shape) != (drafter.spec.vocab_size, drafter.spec.hidden_size):
             raise ContractError(
@@ -132,11 +136,31 @@ def export_drafter(
     )
 
 
-def import_drafter(source: str | Path, out: str | Path, *, num_target_layers: int | None = None) -> Path:
+def import_drafter(
+    source: str | Path, out: str | Path, *, num_target_layers: int | None = None, max_positions: int = 0
+) -> Path:
     """Read a drafter of another trainer, strictly, and write it as a z-lab folder: what `drafter.init_from` takes.
 
-    `num_target_layers`: the target's, for a speculators folder that does not say it. Tensors stay bit-identical, and
-    so does the configuration of a z-lab folder.
+    `num_target_layers`: the target's, for a speculators folder that does not say it. `max_positions`: the target's.
+    Tensors stay bit-identical, and so does the configuration of a z-lab folder that says at least these positions.
     """
     found = find_drafter(source, num_target_layers=num_target_layers)
-    return write_drafter(out, found.drafter, "zlab", target=found.target)
+    return write_drafter(out, reaching(found, max_positions), "zlab", target=found.target)
+
+
+def reaching(found: FoundDrafter, positions: int) -> StoredDrafter:
+    """The drafter found, for contexts of at least `positions` tokens. UsageError: neither it nor the caller knows."""
+    spec = found.drafter.spec
+    if not (positions or spec.max_positions):
+        raise UsageError(
+            f"{found.source} says that it was trained on at most {spec.trained_max_length} tokens, but not how many "
+            "positions its target has, beyond which engines draft nothing: give the target (--target DIR)"
+        )
+    return replace(found.drafter, spec=replace(spec, max_positions=max(positions, spec.max_positions)))
+
+
+def _positions_at(target: str | None, gguf_file: str | None) -> int:
+    """Positions of the target whose folder `target` is; 0 where it is only a name here."""
+    if target is None or not Path(target).expanduser().exists():
+        return 0
+    return target_positions(load_config(TargetConfig(model=target, gguf_file=gguf_file)).to_dict())

@@ -38,7 +38,6 @@ class TargetFacts:
     intermediate_size: int  # active width for mixtures of experts
     rms_eps: float
     rope: dict[str, Any]
-    max_positions: int | None
     vocab_size: int  # rows of the head: ids below it can be predicted
     embedding_rows: int  # rows of the embedding: ids below it can be read
     tied: bool
@@ -144,7 +143,6 @@ def read_facts(model: Any, name: str) -> TargetFacts:
         intermediate_size=active,
         rms_eps=float(getattr(config, "rms_norm_eps", None) or getattr(config, "norm_eps", None) or 1e-6),
         rope=_rope(config),
-        max_positions=getattr(config, "max_position_embeddings", None),
         vocab_size=head.weight.shape[0],
         embedding_rows=embedding.weight.shape[0],
         tied=head.weight.data_ptr() == embedding.weight.data_ptr(),

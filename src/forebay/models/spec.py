@@ -23,6 +23,9 @@ ROPE_FIELDS: dict[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
 
+#: Positions of a drafter whose target names no limit of its own.
+UNLIMITED = 131_072
+
 
 @dataclass(frozen=True)
 class DrafterSpec:
@@ -32,6 +35,8 @@ class DrafterSpec:
     slot 0 predicts nothing; with it slot j = 0.. predicts token anchor + j + 1.
     Sliding layers see context from `anchor + j - sliding_window + 1` on (`window_from: query`) or from
     `anchor - sliding_window` on (`window_from: anchor`).
+    Lengths, in tokens, 0 where not known: `trained_max_length` is the longest text it was trained on, `max_positions`
+    how far its target reads, which is how far engines must be let use it.
     """
 
     hidden_size: int
@@ -55,6 +60,7 @@ class DrafterSpec:
     window_from: str = "query"
     sliding_causal: bool = True
     trained_max_length: int = 0
+    max_positions: int = 0
     draft_vocab_size: int | None = None
     dtype: str = "bfloat16"
 
@@ -155,6 +161,18 @@ def drafter_rope(target: Mapping[str, Any], notices: list[str] | None = None) ->
     return {"rope_type": kind, "rope_theta": float(theta)} | {name: given[name] for name in wanted}
 
 
+def target_positions(target: Mapping[str, Any]) -> int:
+    """How many tokens the target of this text configuration reads at most.
+
+    Rope that stretches an original length (yarn and its kin) may reach further than `max_position_embeddings` says.
+    """
+    limit = int(_first(target, "max_position_embeddings", "n_positions", "max_seq_len", "seq_length") or UNLIMITED)
+    rope = target.get("rope_parameters") or target.get("rope_scaling") or {}
+    tables = [t for t in (rope, *rope.values()) if isinstance(t, Mapping)]
+    reached = [(t.get("factor") or 0) * (t.get("original_max_position_embeddings") or 0) for t in tables]
+    return max(limit, *map(int, reached), 1)
+
+
 def feed_forward_width(target: Mapping[str, Any], notices: list[str] | None = None) -> int:
     """The target's own FFN width; for a mixture of experts the width active per token, never below 3 x hidden."""
     notices = [] if notices is None else notices
@@ -214,6 +232,7 @@ def drafter_spec(
         window_from=config.window_from,
         sliding_causal=config.sliding_causal,
         trained_max_length=trained_max_length,
+        max_positions=target_positions(target),
         draft_vocab_size=config.draft_vocab_size,
         dtype=dtype,
     )

@@ -164,7 +164,7 @@ class Assembly:
         folder = str(self.config.drafter.init_from)
         stored = read_drafter(folder, self.target.facts.num_layers)
         mine, theirs = self.spec.to_dict(), stored.spec.to_dict()
-        passed = {"dtype", "trained_max_length"}
+        passed = {"dtype", "trained_max_length", "max_positions"}
         differing = {k: (theirs[k], mine[k]) for k in mine if k not in passed and theirs[k] != mine[k]}
         if differing:
             lines = "\n  ".join(f"{k}: there {a}, here {b}" for k, (a, b) in differing.items())
@@ -184,7 +184,8 @@ class Assembly:
                 continue
             out.update({f"{section}.{k}": v for k, v in values.items() if f"{section}.{k}" not in skip})
         out.update({f"target.{k}": v for k, v in self.target.facts.identity.items()})
-        out.update({f"drafter.{k}": v for k, v in self.spec.to_dict().items() if k != "dtype"})
+        told = ("dtype", "max_positions")  # chosen at the start, and the target's
+        out.update({f"drafter.{k}": v for k, v in self.spec.to_dict().items() if k not in told})
         out["data"] = self.prepared.train.fingerprint
         out["data.template"] = self.prepared.train.manifest.get("template_hash")
         out.update({f"plan.{k}": v for k, v in self.prepared.params.as_dict().items() if k != "item_bytes"})

@@ -457,7 +457,10 @@ class TrainingRun:
         }
         if finished:
             folder = self.folder / "drafter"
-            export_drafter(self.folder, folder, step="best", target=self.config.target.model, overwrite=True)
+            target = self.config.target
+            export_drafter(
+                self.folder, folder, step="best", target=target.model, gguf_file=target.gguf_file, overwrite=True
+            )
             summary["drafter"] = str(folder)
         write_text(self.folder / "summary.json", json.dumps(summary, indent=1))
         self.doing = "finished" if finished else "stopped"

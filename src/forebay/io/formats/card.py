@@ -99,14 +99,17 @@ def _figures(about: Mapping[str, Any]) -> list[str]:
 
 def conventions(spec: DrafterSpec, format: str = "zlab") -> list[str]:
     """What an engine must do as training did, one line each."""
-    ids, masks = list(spec.target_layer_ids), spec.block_size - 1
+    ids, masks, longest = list(spec.target_layer_ids), spec.block_size - 1, "not recorded"
+    if spec.trained_max_length:
+        longest = f"{spec.trained_max_length} tokens, the longest text of its training; beyond it drafts may get worse"
     lines = [
         f"block size {spec.block_size}: the anchor token and {masks} mask tokens (id {spec.mask_token_id})",
         "slot j predicts token anchor + j + 1, from slot 0 on (sample_from_anchor)"
         if spec.sample_from_anchor
         else "slot j predicts token anchor + j for j >= 1; slot 0 is the anchor and predicts nothing",
         f"captured target layers {ids} of {spec.num_target_layers} (0-based; HF hidden_states[id + 1])",
-        f"rope: {json.dumps(spec.rope)}; trained on texts of up to {spec.trained_max_length} tokens",
+        f"rope: {json.dumps(spec.rope)}; max_position_embeddings {spec.max_positions}, as its target reads",
+        f"trained_max_length: {longest}",
         "attention inside a block: causal" if spec.causal else "attention inside a block: bidirectional in full layers",
         "embedding and head are the target's own, in the target's numbering",
     ]

@@ -3,8 +3,9 @@
 Guarantees: as `zlab`: every field is understood, tensors are exact, reading and writing again changes nothing. What
 the layout cannot say (full layers that are causal, an embedding scale) is refused at export, never dropped. Three
 conventions differ and are translated here and nowhere else: layer ids are indices into HF `hidden_states` (ours + 1);
-`sliding_window_non_causal` is the opposite of `sliding_causal`; the number of target layers and where a window is
-measured from are not part of the layout, so they travel as two fields of their own, which the package keeps.
+`sliding_window_non_causal` is the opposite of `sliding_causal`; the number of target layers, where a window is
+measured from and the trained length are not part of the layout, so they travel as fields of their own, which the
+package keeps.
 Called by `api` and `decode.check`.
 """
 
@@ -37,6 +38,7 @@ KNOWN = {
     *("speculators_model_type", "speculators_version", "target_hidden_size", "torch_dtype", "transformer_layer_config"),
     *("transformers_version", "window_from", "return_dict", "output_hidden_states", "output_attentions", "id2label"),
     *("label2id", "problem_type", "chunk_size_feed_forward", "is_encoder_decoder", "_name_or_path", "name_or_path"),
+    "trained_max_length",
     "tie_word_embeddings",  # of the package's own module, which takes embedding and head from the target
 }
 ARCHITECTURES = (["DFlashDraftModel"], ["DFlashSpeculator"], None)
@@ -69,7 +71,7 @@ def speculators_config(
         "hidden_size": spec.hidden_size,
         "intermediate_size": spec.intermediate_size,
         "layer_types": list(spec.layer_types),
-        "max_position_embeddings": spec.trained_max_length,
+        "max_position_embeddings": max(spec.max_positions, spec.trained_max_length),
         "model_type": "qwen3",
         "num_attention_heads": spec.heads,
         "num_hidden_layers": spec.layers,
@@ -111,6 +113,7 @@ def speculators_config(
         "speculators_model_type": "dflash",
         "speculators_version": VERSION,
         "target_hidden_size": spec.target_hidden_size if spec.target_hidden_size != spec.hidden_size else None,
+        "trained_max_length": spec.trained_max_length or None,
         "transformer_layer_config": layer,
     }
     if sliding:
@@ -165,6 +168,7 @@ def speculators_spec(
         "sliding_causal": not non_causal,
         # The package's own trainer measures windows from the anchor and does not store it.
         "window_from": config.get("window_from", "anchor"),
+        "trained_max_length": config.get("trained_max_length"),
     }
     like_zlab = {name: value for name, value in layer.items() if name not in ("architectures", "dtype", "torch_dtype")}
     like_zlab |= {
@@ -174,6 +178,8 @@ def speculators_spec(
         "draft_vocab_size": None if vocabulary in (None, layer.get("vocab_size")) else vocabulary,
         "dflash_config": dflash,
     }
+    if "num_target_layers" in config and "trained_max_length" not in config:  # an older export of ours: see `lengths`
+        dflash["trained_max_length"] = like_zlab.pop("max_position_embeddings", None)
     spec = zlab_spec(like_zlab, dtype, where)
     _check_method(config, spec, where)
     return spec if "sliding_attention" in spec.layer_types else replace(spec, window_from="query", sliding_causal=True)

@@ -42,7 +42,7 @@ MEANING = {
 }
 DFLASH_MEANING = {
     *("mask_token_id", "target_layer_ids", "block_size", "causal", "sample_from_anchor", "window_from"),
-    *("sliding_causal", "input_embedding_scale", "target_name", "target_fingerprint"),
+    *("sliding_causal", "input_embedding_scale", "target_name", "target_fingerprint", "trained_max_length"),
 }
 #: Fields with one value that the drafter can compute; anything else is refused.
 FIXED: dict[str, Any] = {
@@ -64,7 +64,7 @@ KNOWN = MEANING | INERT | set(FIXED)
 WHOLE = {
     *("num_hidden_layers", "num_target_layers", "hidden_size", "target_hidden_size", "num_attention_heads"),
     *("num_key_value_heads", "head_dim", "intermediate_size", "vocab_size", "draft_vocab_size", "block_size"),
-    *("sliding_window", "max_position_embeddings"),
+    *("sliding_window", "max_position_embeddings", "trained_max_length"),
 }
 YES_OR_NO = {"use_sliding_window", "is_causal", "causal", "sample_from_anchor", "sliding_causal"}
 POSITIVE = {"rms_norm_eps", "rope_theta", "input_embedding_scale"}
@@ -82,6 +82,8 @@ def zlab_config(spec: DrafterSpec, extras: Mapping[str, Any] | None = None) -> d
         "target_layer_ids": list(spec.target_layer_ids),
         "causal": spec.causal,
     }
+    if spec.trained_max_length:
+        dflash["trained_max_length"] = spec.trained_max_length
     if spec.sample_from_anchor:
         dflash["sample_from_anchor"] = True
     sliding = "sliding_attention" in spec.layer_types
@@ -106,7 +108,7 @@ def zlab_config(spec: DrafterSpec, extras: Mapping[str, Any] | None = None) -> d
         "hidden_size": spec.hidden_size,
         "intermediate_size": spec.intermediate_size,
         "layer_types": list(spec.layer_types),
-        "max_position_embeddings": spec.trained_max_length,
+        "max_position_embeddings": max(spec.max_positions, spec.trained_max_length),
         "num_attention_heads": spec.heads,
         "num_hidden_layers": spec.layers,
         "num_key_value_heads": spec.kv_heads,
@@ -163,6 +165,7 @@ def zlab_spec(config: Mapping[str, Any], dtype: str, where: str = "config.json")
             f"use_sliding_window {config.get('use_sliding_window')}: engines would ignore the window"
         )
     causal, sliding_causal = _causality(config, dflash, sliding, where)
+    trained, positions = lengths(config)
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     if head_dim % 2 or head_dim < 2:
@@ -189,12 +192,25 @@ def zlab_spec(config: Mapping[str, Any], dtype: str, where: str = "config.json")
             sliding_window=window,
             window_from=dflash.get("window_from", "query"),
             sliding_causal=sliding_causal,
-            trained_max_length=config.get("max_position_embeddings") or 0,
+            trained_max_length=trained,
+            max_positions=positions,
             draft_vocab_size=config.get("draft_vocab_size"),
             dtype=dtype,
         )
     except ConfigError as error:
         raise ContractError(f"{where}: {error}") from None
+
+
+def lengths(config: Mapping[str, Any]) -> tuple[int, int]:
+    """(longest text trained on, positions that engines may use), 0 where not known.
+
+    Forebay's own exports once gave the first under the name of the second, which vLLM takes for the second; they are
+    known by the fingerprint that only Forebay writes.
+    """
+    dflash, positions = config.get("dflash_config") or {}, config.get("max_position_embeddings") or 0
+    if dflash.get("trained_max_length") is None and dflash.get("target_fingerprint") is not None:
+        return positions, 0
+    return dflash.get("trained_max_length") or 0, positions
 
 
 def _positive(value: Any) -> bool:
