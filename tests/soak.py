@@ -38,7 +38,7 @@ from forebay.errors import ForebayError
 from forebay.flow.plan import EpochPlan
 from forebay.observe import metrics
 from forebay.runtime import faults
-from forebay.runtime.training import TrainingRun
+from forebay.runtime.local import LocalRuntime
 
 TRAINING, WINDOW, WRITING, EVALUATING = range(4)  # bytes of the shared memory
 PEAK_AT, HELD_AT, SIZE = 8, 16, 24  # int64: peak of charged bytes, peak of bytes in slots
@@ -187,22 +187,22 @@ def live(shared: mmap.mmap, run: config.RunConfig, overrides: tuple[str, ...] = 
     if resume:
         run = config.load(folder / "config.yaml", list(overrides))
     try:
-        training = TrainingRun(run, resume=resume)
-        training.step.accumulate = marked(shared, WINDOW, training.step.accumulate)
-        training.checkpoints._write_files = marked(shared, WRITING, training.checkpoints._write_files)
-        training._evaluate = marked(shared, EVALUATING, training._evaluate)
-        acquire, pool = training.pool.acquire, training.pool
+        local = LocalRuntime(run, resume=resume)
+        local.training.step.accumulate = marked(shared, WINDOW, local.training.step.accumulate)
+        local.run.checkpoints._write_files = marked(shared, WRITING, local.run.checkpoints._write_files)
+        local.training.evaluate = marked(shared, EVALUATING, local.training.evaluate)
+        acquire, pool = local.pool.acquire, local.pool
 
         def acquire_and_tell() -> Any:
             slot = acquire()
             held = (pool.made - pool.free) * slot.nbytes
             peak = max(held, struct.unpack_from("q", shared, HELD_AT)[0])
-            struct.pack_into("qq", shared, PEAK_AT, training.coordinator.admission.peak, peak)
+            struct.pack_into("qq", shared, PEAK_AT, local.run.coordinator.admission.peak, peak)
             return slot
 
         pool.acquire = acquire_and_tell
         shared[TRAINING] = 1
-        summary = training.run()
+        summary = local.train()
     except ForebayError as error:
         return {"cause": str(error)}
     except RuntimeError as error:  # a bug, or what stands for one: the first cause is in it

@@ -94,22 +94,22 @@ def plan_text(d: dict[str, Any]) -> str:
 
 def train(config: RunConfig, *, quiet: bool = False) -> dict[str, Any]:
     """Train a drafter from the start; returns the run's summary (also in `summary.json`)."""
-    from forebay.runtime.training import TrainingRun
+    from forebay.runtime.local import LocalRuntime
 
-    return TrainingRun(config, quiet=quiet).run()
+    return LocalRuntime(config, quiet=quiet).train()
 
 
 def resume(
     run_dir: PathLike, overrides: Sequence[str] = (), *, allow_change: Sequence[str] = (), quiet: bool = False
 ) -> dict[str, Any]:
     """Go on with a run that was stopped or killed, from its last finished checkpoint."""
-    from forebay.runtime.training import TrainingRun
+    from forebay.runtime.local import LocalRuntime
 
     file = Path(run_dir) / "config.yaml"
     if not file.is_file():
         raise UsageError(f"{run_dir} holds no run (no config.yaml): give the run_dir of a run that was started")
     config = configuration.load(file, [*overrides, f"run_dir={json.dumps(os.fspath(run_dir))}"])
-    return TrainingRun(config, resume=True, allow_change=frozenset(allow_change), quiet=quiet).run()
+    return LocalRuntime(config, resume=True, allow_change=frozenset(allow_change), quiet=quiet).train()
 
 
 def status(run_dir: PathLike) -> dict[str, Any]:

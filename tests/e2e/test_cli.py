@@ -118,15 +118,15 @@ def test_every_example_configuration_trains_two_steps(file, world, tmp_path, cap
             "eval.max_new_tokens=4",
         ],
     )
-    from forebay.runtime.training import TrainingRun
+    from forebay.runtime.local import LocalRuntime
 
-    training = TrainingRun(small, quiet=True)
-    after = training._after_step
+    local = LocalRuntime(small, quiet=True)
+    after = local.training.after_step
 
     def stop(window, outcome):
         after(window, outcome)
-        if training.step.taken == 2:
-            training.shell.request_stop()
+        if local.training.step.taken == 2:
+            local.shell.request_stop()
 
-    training._after_step = stop
-    assert training.run()["steps"] == 2
+    local.training.after_step = stop
+    assert local.train()["steps"] == 2

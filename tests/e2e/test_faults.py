@@ -19,8 +19,9 @@ from forebay.errors import ForebayError, PoisonError
 from forebay.flow.plan import EpochPlan
 from forebay.io.checkpoint import Checkpoints
 from forebay.observe import metrics
-from forebay.runtime import faults, training
-from forebay.runtime.training import TrainingRun
+from forebay.runtime import faults
+from forebay.runtime import run as runs
+from forebay.runtime.local import LocalRuntime
 
 SMALL = {"bytes": "1800 KiB", "draw": "planned"}  # eight items: extraction keeps close to training
 
@@ -45,8 +46,8 @@ def test_wrong_states_of_every_kind_are_refused_tried_again_and_nothing_is_lost_
     planted = [{"kind": kind, "job": number + 2, "epoch": 0} for number, kind in enumerate(kinds)]
     run = configuration(faults=planted, optim={"epochs": 1})
     before = handles()
-    one = TrainingRun(run, quiet=True)
-    summary = one.run()
+    one = LocalRuntime(run, quiet=True)
+    summary = one.train()
     assert summary["finished"] and summary["jobs_quarantined"] == 0 and whole(run.run_dir, 1)
     assert [line["kind"] for line in faults.struck(run.run_dir)] == list(kinds)
     for number, said in enumerate(
@@ -62,12 +63,12 @@ def test_a_hung_target_loses_its_job_to_another_and_its_late_answer_is_refused(c
     """F24 with a real hang: the slot of the hung attempt is accounted for, and given back with the late answer."""
     hang = {"kind": "hang", "job": 4, "epoch": 0, "seconds": 2.5}
     run = configuration(faults=[hang], runtime={"targets": ["cpu", "cpu"], "lease_s": 1.0})
-    one = TrainingRun(run, quiet=True)
-    summary = one.run()
+    one = LocalRuntime(run, quiet=True)
+    summary = one.train()
     assert summary["finished"] and whole(run.run_dir, 2)
-    counters = one.coordinator.counters
-    assert counters["expired"] >= 1 and counters["stale_puts"] >= 1 and one.coordinator.hung == []
-    assert one.pool.made == one.pool.free and one.coordinator.admission.charged == 0
+    counters = one.run.coordinator.counters
+    assert counters["expired"] >= 1 and counters["stale_puts"] >= 1 and one.run.coordinator.hung == []
+    assert one.pool.made == one.pool.free and one.run.coordinator.admission.charged == 0
     assert any("silent past its lease" in line for line in summary["failures"])
 
 
@@ -153,17 +154,17 @@ def test_a_bug_in_training_is_shown_as_it_is_with_the_resume_command(configurati
 
 def test_a_stall_is_seen_from_outside_with_who_waits_for_what(configuration, monkeypatch):
     """`forebay status` while the run stands still, and all stacks in the run's folder."""
-    monkeypatch.setattr(training, "STATUS_S", 0.0)
+    monkeypatch.setattr(runs, "STATUS_S", 0.0)
     hang = {"kind": "hang", "where": "extract", "job": 6, "epoch": 0, "seconds": 1.5}
     run = configuration(faults=[hang], runtime={"stall_s": 0.4, "device_sharing": "split"}, optim={"epochs": 1})
-    one, seen = TrainingRun(run, quiet=True), []
+    one, seen = LocalRuntime(run, quiet=True), []
 
     def say(text):
         if "nothing has moved" in text:
             seen.append((text, api.status_text(api.status(run.run_dir))))
 
-    one.say = say
-    assert one.run()["finished"]
+    one.run.say = say
+    assert one.train()["finished"]
     fill = "drafter 0 for the buffer to reach its min fill (consumer_wait_fill)"
     status = next(status for text, status in seen if fill in text)
     assert ": training (" in status and "drafter: busy" in status
@@ -184,16 +185,16 @@ def test_resuming_a_finished_run_changes_nothing(configuration):
 
 def test_a_snapshot_shares_no_memory_with_what_is_trained(configuration):
     """The writer in the background never sees a weight or a moment that a later step has changed."""
-    one = TrainingRun(configuration(optim={"epochs": 1}), quiet=True)
-    taken, save = [], one._checkpoint
+    one = LocalRuntime(configuration(optim={"epochs": 1}), quiet=True)
+    taken, save = [], one.training.checkpoint
 
     def checkpoint():
         save()
-        taken.append(one.snapshot())
+        taken.append(one.training.snapshot())
         taken.append({k: v.clone() for part in (taken[-1].drafter, taken[-1].optimizer) for k, v in part.items()})
 
-    one._checkpoint = checkpoint
-    one.run()
+    one.training.checkpoint = checkpoint
+    one.train()
     first, copy = taken[:2]
     assert first.optimizer and all(torch.equal(v, copy[k]) for k, v in {**first.drafter, **first.optimizer}.items())
     assert not all(torch.equal(first.drafter[k], v) for k, v in taken[-1].items() if k in first.drafter)

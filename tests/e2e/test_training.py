@@ -18,7 +18,7 @@ from forebay.errors import ContractError, ForebayError
 from forebay.flow.plan import EpochPlan
 from forebay.io.checkpoint import Checkpoints
 from forebay.observe import metrics
-from forebay.runtime.training import TrainingRun
+from forebay.runtime.local import LocalRuntime
 
 
 def weights(run_dir):
@@ -48,14 +48,14 @@ def trained_rows(run_dir):
 
 def stop_after(run, steps):
     """Ask for a stop once `steps` optimizer steps are taken, as a first SIGINT would."""
-    after = run._after_step
+    after = run.training.after_step
 
     def hook(window, outcome):
         after(window, outcome)
-        if run.step.taken == steps:
+        if run.training.step.taken == steps:
             run.shell.request_stop()
 
-    run._after_step = hook
+    run.training.after_step = hook
     return run
 
 
@@ -73,12 +73,12 @@ def test_every_sequence_of_every_epoch_is_trained_exactly_once(configuration):
 def test_training_lowers_the_loss_and_moves_every_parameter(configuration):
     """C43: every trainable tensor differs from its start, norms included."""
     run = configuration(optim={"epochs": 4, "lr": 6e-3})
-    training = TrainingRun(run, quiet=True)
-    before = {k: v.clone() for k, v in training.replicas[0].module.state_dict().items()}
-    training.run()
+    training = LocalRuntime(run, quiet=True)
+    before = {k: v.clone() for k, v in training.models.replicas[0].module.state_dict().items()}
+    training.train()
     losses = [line["loss"] for line in metrics.read(Path(run.run_dir, "metrics.jsonl"), "step")]
     assert losses[-1] < 0.9 * losses[0]
-    assert [k for k, v in training.replicas[0].module.state_dict().items() if torch.equal(v, before[k])] == []
+    assert [k for k, v in training.models.replicas[0].module.state_dict().items() if torch.equal(v, before[k])] == []
 
 
 @pytest.mark.parametrize("draw", ["planned", "live"])
@@ -88,9 +88,9 @@ def test_a_run_stopped_and_resumed_trains_the_same_set_and_planned_the_same_weig
     api.train(straight, quiet=True)
     broken = configuration("broken", buffer={"draw": draw})
     for steps in (2, 5):
-        life = TrainingRun(broken, resume=steps > 2, quiet=True)
-        life.started -= 1000
-        summary = stop_after(life, steps).run()
+        life = LocalRuntime(broken, resume=steps > 2, quiet=True)
+        life.run.started -= 1000
+        summary = stop_after(life, steps).train()
         assert not summary["finished"] and summary["steps"] == steps
     summary = api.resume(broken.run_dir, quiet=True)
     assert summary["finished"] and summary["jobs_committed"] == summary["jobs_planned"]
@@ -168,7 +168,7 @@ def test_a_run_killed_with_sigkill_resumes_to_the_same_set(configuration, tmp_pa
 def test_resuming_with_what_trains_another_drafter_lists_the_fields(configuration):
     """C82."""
     run = configuration()
-    stop_after(TrainingRun(run, quiet=True), 3).run()
+    stop_after(LocalRuntime(run, quiet=True), 3).train()
     file = Path(run.run_dir, "config.yaml")
     values = yaml.safe_load(file.read_text())
     with pytest.raises(ContractError, match=r"optim.lr: saved 0.001, now 0.5"):
@@ -186,7 +186,7 @@ def test_resuming_with_another_target_is_refused(configuration, tmp_path):
     import tiny
 
     run = configuration()
-    stop_after(TrainingRun(run, quiet=True), 3).run()
+    stop_after(LocalRuntime(run, quiet=True), 3).train()
     tiny.save_tiny_target(tmp_path / "other", seed=7)
     with pytest.raises(ContractError, match=r"target\.weights"):
         api.resume(run.run_dir, [f"target.model={json.dumps(str(tmp_path / 'other'))}"], quiet=True)
@@ -195,8 +195,8 @@ def test_resuming_with_another_target_is_refused(configuration, tmp_path):
 def test_a_step_that_is_not_finite_is_skipped_and_its_jobs_are_trained_later(configuration):
     """C44, F30: a NaN in the gradient of one window; weights stay finite, the epoch still ends whole."""
     run = configuration()
-    training = TrainingRun(run, quiet=True)
-    replica = training.replicas[0]
+    training = LocalRuntime(run, quiet=True)
+    replica = training.models.replicas[0]
     micro_step, calls = replica.micro_step, []
 
     def poisoned(item, scale):
@@ -204,7 +204,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_its_jobs_are_trained_later(con
         return micro_step(item, float("nan") if len(calls) == 6 else scale)
 
     replica.micro_step = poisoned
-    summary = training.run()
+    summary = training.train()
     assert summary["jobs_committed"] == summary["jobs_planned"]
     assert any("skipped" in line for line in summary["failures"])
     assert all(torch.isfinite(v).all() for v in weights(run.run_dir).values())
@@ -213,8 +213,8 @@ def test_a_step_that_is_not_finite_is_skipped_and_its_jobs_are_trained_later(con
 def test_a_target_that_gives_nan_states_stops_the_run_naming_the_job(configuration):
     """C44, C50: the item never reaches the drafter."""
     run = configuration()
-    training = TrainingRun(run, quiet=True)
-    capture = training.target.capture
+    training = LocalRuntime(run, quiet=True)
+    capture = training.models.target.capture
 
     def broken(batch, out, last=None):
         echo = capture(batch, out, last)
@@ -222,9 +222,9 @@ def test_a_target_that_gives_nan_states_stops_the_run_naming_the_job(configurati
             out[3] = float("nan")
         return echo
 
-    training.target.capture = broken
+    training.models.target.capture = broken
     with pytest.raises(ForebayError, match=r"job 5 of epoch 0 failed 3 times.*not finite"):
-        training.run()
+        training.train()
 
 
 @pytest.mark.parametrize(
@@ -250,7 +250,7 @@ def test_resuming_with_another_shape_lists_the_fields_before_any_weight_is_loade
     import tiny
 
     run = configuration()
-    stop_after(TrainingRun(run, quiet=True), 3).run()
+    stop_after(LocalRuntime(run, quiet=True), 3).train()
     with pytest.raises(ContractError, match=r"drafter\.layers: saved 2, now 3"):
         api.resume(run.run_dir, ["drafter.layers=3"], quiet=True)
     tiny.save_tiny_target(tmp_path / "wide", hidden_size=64)
@@ -270,7 +270,7 @@ def test_a_finished_run_goes_on_for_more_epochs_where_that_is_meant(configuratio
 
 def test_a_plan_cannot_change_under_a_run_and_nothing_is_written(configuration):
     run = configuration()
-    stop_after(TrainingRun(run, quiet=True), 3).run()
+    stop_after(LocalRuntime(run, quiet=True), 3).train()
     before = Path(run.run_dir, "config.yaml").read_text()
     with pytest.raises(ContractError, match="the plan of a run that has begun cannot change"):
         api.resume(run.run_dir, ["seed=5"], allow_change=["seed", "plan.seed"], quiet=True)
@@ -279,10 +279,10 @@ def test_a_plan_cannot_change_under_a_run_and_nothing_is_written(configuration):
 
 def test_a_second_process_in_the_folder_of_a_run_is_refused(configuration):
     run = configuration()
-    first = TrainingRun(run, quiet=True)
+    first = LocalRuntime(run, quiet=True)
     with pytest.raises(ForebayError, match="another process is training"):
-        TrainingRun(run, quiet=True)
-    assert first.run()["finished"]
+        LocalRuntime(run, quiet=True)
+    assert first.train()["finished"]
 
 
 def test_a_store_without_held_out_prompts_is_refused_at_the_start(configuration, world, tmp_path):

@@ -15,18 +15,18 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from test_local import Run, plans
 
 from forebay.config import OptimConfig
 from forebay.errors import ForebayError, PoisonError, Stopped
 from forebay.flow.plan import PlanParams, plan_epoch
 from forebay.models.loss import BlockSums
 from forebay.observe.clock import WorkerClock
-from forebay.runtime import local
-from forebay.runtime.local import Watchdog
+from forebay.runtime import threads
 from forebay.runtime.turn import Turn
+from forebay.runtime.watchdog import Watchdog
 from forebay.stages.item import SlotPool
 from forebay.stages.train import DrafterStep, learning_rate, train_loop
+from shells import Run, plans
 
 
 class Pooled(Run):
@@ -47,7 +47,7 @@ class Pooled(Run):
             return key, slot
 
         self.extract = compute
-        self.shell._discard = lambda item: self.pool.release(item[1])
+        self.shell.flow.discard = lambda item: self.pool.release(item[1])
 
     def train(self):
         while (drawn := self.shell.draw(self.clock)) is not None:
@@ -81,8 +81,8 @@ def test_a_hung_attempts_slot_and_room_come_back_with_its_late_answer():
             go_on.set()
 
     run = Pooled(plans(epochs=2), extract=extract, after=after, lease_s=0.5)
-    release = run.shell._discard
-    run.shell._discard = lambda item: (owned.append(run.shell._changed._is_owned()), release(item))
+    release = run.shell.flow.discard
+    run.shell.flow.discard = lambda item: (owned.append(run.shell._changed._is_owned()), release(item))
     assert run() == []
     assert sorted(run.committed) == run.everything
     assert run.coordinator.counters["stale_puts"] == 1 and run.coordinator.hung == []
@@ -114,7 +114,7 @@ def test_a_lease_does_not_expire_while_an_evaluation_has_the_target():
 
 def test_a_target_that_never_comes_back_ends_the_run_by_name(monkeypatch, tmp_path):
     """G10: the only target hangs for ever while it has the turn, so that no retry and no step can be made."""
-    monkeypatch.setattr(local, "JOIN_S", 0.1)
+    monkeypatch.setattr(threads, "JOIN_S", 0.1)
     release, said = threading.Event(), []
 
     def extract(key):
@@ -126,7 +126,7 @@ def test_a_target_that_never_comes_back_ends_the_run_by_name(monkeypatch, tmp_pa
     run.watchdog = Watchdog(run.shell, run.clocks, stall_s=0.3, say=said.append, stacks=tmp_path / "stacks.txt")
     turn = Turn(True, run.shell.failed)
     with pytest.raises(ForebayError, match=r"a target never came back \(job 5 of epoch 0 on target 0\)"):
-        local.run_local(
+        threads.run_threads(
             run.shell,
             prepare=lambda key: key,
             computes=[run.extract],
@@ -150,7 +150,7 @@ def test_a_wait_that_is_long_is_named_with_who_waits_for_what():
 
     run = Run(plans(epochs=1), targets=1)
     run.watchdog = Watchdog(run.shell, run.clocks, long_wait_s=0.05, say=say)
-    local.run_local(
+    threads.run_threads(
         run.shell,
         prepare=lambda key: (release.wait(20), key)[1],
         computes=[run.extract],
@@ -254,8 +254,8 @@ def test_a_second_signal_stops_at_once():
         """
         import os, signal, sys, threading
         sys.path.insert(0, {tests!r})
-        from test_local import Run, plans
-        from forebay.runtime.local import signals
+        from shells import Run, plans
+        from forebay.runtime.watchdog import signals
 
         def after(windows, shell):
             os.kill(os.getpid(), signal.SIGTERM)
@@ -272,7 +272,7 @@ def test_a_second_signal_stops_at_once():
         """
     )
     for early in (False, True):
-        text = program.format(tests=str(Path(__file__).parent), early=early)
+        text = program.format(tests=str(Path(__file__).parent.parent), early=early)
         done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=50)
         assert done.returncode == (0 if early else 143), done.stderr
         assert "a second signal stops at once" in done.stderr

@@ -1,4 +1,4 @@
-"""The flow on the real clock: `runtime.local`'s own loops and threads, with only the compute replaced by timed waits.
+"""The flow on the real clock: `runtime.threads`'s own loops and threads, with only the compute replaced by timed waits.
 
 Guarantees: leases, prefetch, puts, draws, micro-steps, the sum of gradients and the commit are those of a training run;
 the drafter is a single parameter. Called by `bench.flow`.
@@ -15,16 +15,17 @@ from typing import Any
 
 import torch
 
-from forebay.bench.flow import Design, Fleet, Skew, Work, make_work, row_of, settings_of
+from forebay.bench.workload import Design, Fleet, Skew, Work, make_work, row_of, settings_of
 from forebay.config import OptimConfig
 from forebay.flow.coordinator import Coordinator, FlowSettings
 from forebay.flow.plan import EpochPlan
 from forebay.flow.simulate import Outcome, Record, plan_of_jobs
 from forebay.models.loss import BlockSums
 from forebay.observe.clock import Clocks
-from forebay.runtime.local import Watchdog, run_local
 from forebay.runtime.shell import FlowShell
+from forebay.runtime.threads import run_threads
 from forebay.runtime.turn import Turn
+from forebay.runtime.watchdog import Watchdog
 from forebay.stages.train import DrafterStep, train_loop
 
 
@@ -80,7 +81,7 @@ def timed_compute(work: Work, worker: int, record: Record) -> Callable[[Any], An
 
 def _run(shell: FlowShell, computes: list[Callable[[Any], Any]], train: Callable[[], None], clocks: Clocks) -> None:
     quiet: Callable[[str], None] = lambda text: None  # noqa: E731
-    run_local(
+    run_threads(
         shell,
         prepare=lambda key: SimpleNamespace(
             job_id=key[1], weight_sum=1.0, n_slots=1, job=SimpleNamespace(real_tokens=1)

@@ -24,7 +24,7 @@ import torch
 from forebay import config as configuration
 from forebay.observe.clock import WorkerClock
 from forebay.observe.console import say
-from forebay.runtime.training import TrainingRun
+from forebay.runtime.local import LocalRuntime
 
 Seconds = tuple[float, float]  # wall, CPU
 
@@ -56,33 +56,34 @@ class _Once:
         base["target"]["self_test"] = False
         base["runtime"]["device_sharing"] = sharing
         base["checkpoint"]["every_steps"] = 10**9
-        self.run = TrainingRun(configuration.from_dict(base), quiet=True)
-        self.jobs = min(args.jobs, len(self.run.plans[0]))
+        self.local = LocalRuntime(configuration.from_dict(base), quiet=True)
+        self.jobs = min(args.jobs, len(self.local.run.plans[0]))
 
     def target_alone(self) -> Seconds:
         """Seconds of a job's capture, all cores."""
-        run = self.run
-        compute = run._extract(0)
-        batches = [run._prepare_job((0, job)) for job in range(self.jobs)]
-        run.pool.release(compute(batches[0]).slot)
-        wall, cpu = timed(lambda: [run.pool.release(compute(batch).slot) for batch in batches])
+        local = self.local
+        compute = local.extract(0)
+        batches = [local.extraction.prepare((0, job)) for job in range(self.jobs)]
+        local.release(compute(batches[0]))
+        wall, cpu = timed(lambda: [local.release(compute(batch)) for batch in batches])
         return wall / self.jobs, cpu / self.jobs
 
     def drafter_alone(self) -> Seconds:
         """Seconds of a job's share of drafter steps, its item being there, all cores."""
-        run, clock = self.run, WorkerClock("drafter", "drafter")
-        compute = run._extract(0)
-        size, took = run.config.optim.window, []
+        local, clock = self.local, WorkerClock("drafter", "drafter")
+        compute, prepare = local.extract(0), local.extraction.prepare
+        size, took = local.config.optim.window, []
         for first in range(0, self.jobs, size):
-            items = [compute(run._prepare_job((0, job))) for job in range(first, min(first + size, self.jobs))]
-            step = lambda items=items: run.step.step([items], run.turn, clock, lambda x: run.pool.release(x.slot))  # noqa: E731
+            items = [compute(prepare((0, job))) for job in range(first, min(first + size, self.jobs))]
+            step = lambda items=items: local.training.step.step([items], local.turn, clock, local.release)  # noqa: E731
             took.append(timed(step))
         wall, cpu = (sum(part) for part in zip(*took, strict=True))
         return wall / self.jobs, cpu / self.jobs
 
     def pipeline(self) -> tuple[Seconds, int, int]:
         """Seconds from the start of the threads until `jobs` jobs are trained; jobs captured and trained by then."""
-        run, extract, after, steps = self.run, self.run._extract, self.run._after_step, self.run._train
+        local, training = self.local, self.local.training
+        extract, after, steps = local.extract, training.after_step, local._train
         made = trained = 0
         began: Seconds = (0.0, 0.0)
         took: list[tuple[Seconds, int, int]] = []
@@ -106,19 +107,19 @@ class _Once:
             if trained >= self.jobs and not took:
                 now = (time.perf_counter() - began[0], time.process_time() - began[1])
                 took.append((now, made, trained))
-                shares = run.clocks.shares()
+                shares = local.clocks.shares()
                 self.computing_share = sum(float(shares[role]["busy_share"]) for role in ("target", "drafter"))  # type: ignore[arg-type]
-                run.shell.request_stop()
+                local.shell.request_stop()
 
-        def training(watchdog: Any) -> None:
+        def timed_training(watchdog: Any) -> None:
             nonlocal began
             began = (time.perf_counter(), time.process_time())
             steps(watchdog)
 
-        run._extract, run._after_step, run._train = extracting, stepped, training  # type: ignore[method-assign]
-        run._checkpoint = lambda: None  # type: ignore[method-assign]
-        run._evaluate = lambda when: None  # type: ignore[method-assign]
-        run.run()
+        local.extract, local._train = extracting, timed_training  # type: ignore[method-assign]
+        training.after_step, training.checkpoint = stepped, lambda: None  # type: ignore[method-assign]
+        training.evaluate = lambda when: None  # type: ignore[method-assign]
+        local.train()
         return took[0]
 
 
@@ -133,7 +134,7 @@ def bench_pipeline(args: argparse.Namespace) -> dict[str, Any]:
             torch.set_num_threads(cores)
             once = _Once(args, f"{folder}/alone")
             target, drafter = once.target_alone(), once.drafter_alone()
-            once.run._close()
+            once.local.close()
             alone["target"].append(1 / target[0])
             alone["drafter"].append(1 / drafter[0])
             for sharing in shares:

@@ -32,15 +32,6 @@ def item_bytes(
     return state_bytes(tokens, captured, hidden, dtype, last_hidden) + host
 
 
-#: Every item has the one fixed shape of the run, so the largest is any.
-largest_item_bytes = item_bytes
-
-
-def cache_bytes(tokens: int, captured: int, hidden: int, dtype: str, last_hidden: bool = False) -> int:
-    """What keeping the states of a whole data set would take (they are never kept; `forebay plan` says this number)."""
-    return state_bytes(tokens, captured, hidden, dtype, last_hidden)
-
-
 @dataclass(frozen=True)
 class MemoryEstimate:
     """Bytes by holder."""

@@ -1,7 +1,7 @@
 """The models of a run: targets, the drafter and its replicas, what they borrow, and the contract they make together.
 
 Guarantees: nothing is written; what cannot work is refused with the fix; every choice made for the user is said once.
-The contract names all that must be unchanged when a run is resumed. Called by `runtime.training`.
+The contract names all that must be unchanged when a run is resumed. Called by the runtimes.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ in fp32; the target is used alone while it is measured with, and is given back i
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -25,8 +25,8 @@ from forebay.models.load import cast
 from forebay.models.step import Borrowed
 from forebay.models.walk import Walk
 from forebay.observe.clock import WorkerClock
-from forebay.observe.metrics import MetricsLog
 from forebay.runtime.assembly import Assembly
+from forebay.runtime.run import Run
 from forebay.runtime.turn import Turn
 
 
@@ -39,13 +39,12 @@ class HeldOut:
         config: EvalConfig,
         in_use: Turn,
         clock: WorkerClock,
-        log: MetricsLog,
-        say: Callable[[str], None],
+        run: Run,
         evals: list[dict[str, Any]],
     ) -> None:
         """`in_use`: whoever holds it has the first target to itself."""
         self.models, self.config, self.in_use, self.clock = models, config, in_use, clock
-        self.log, self.say, self.evals = log, say, evals
+        self.run, self.evals = run, evals
         self.prompts = models.prepared.heldout_prompts
 
     def measure(self, when: str, step: int) -> None:
@@ -71,9 +70,9 @@ class HeldOut:
             walk = Walk(self.models.target, lead, borrowed)
             side = TargetSide(model, served.layer_ids)
             report = guard(generations[:count], walk, target=side, drafter=served)
-        self.log.write("guard", step, report.to_dict())
+        self.run.log.write("guard", step, report.to_dict())
         ties = f" ({report.near_ties} near-ties)" if report.near_ties else ""
-        self.say(f"guard: trainer and serving loop agree in {report.agreement:.1%} of {report.rounds} rounds{ties}")
+        self.run.say(f"guard: trainer and serving loop agree in {report.agreement:.1%} of {report.rounds} rounds{ties}")
 
     def measured(self, when: str, step: int) -> bool:
         """Whether these weights have been measured (by a run that was killed after its last checkpoint)."""
@@ -124,6 +123,6 @@ class HeldOut:
             "seconds": round(report.seconds, 2),
         }
         self.evals.append(entry)
-        self.log.write("eval", step, entry)
+        self.run.log.write("eval", step, entry)
         shares = " ".join(f"{share:.2f}" for share in report.acceptance_by_position)
-        self.say(f"step {step}: held-out accept length {report.accept_length:.3f} (by position {shares})")
+        self.run.say(f"step {step}: held-out accept length {report.accept_length:.3f} (by position {shares})")

@@ -4,7 +4,7 @@ Guarantees: whether a fault strikes is decided in one place (`strikes`), from co
 times over all lives of a run: each strike is on disk (`faults.jsonl` in the run's folder) before it acts, so that a run
 killed by one and resumed is not killed by it again (two that are alike count together). What strikes is real: the
 process gets the signal, the thread sleeps, the states are wrong. The user's token store is never touched: a copy of
-it is cut. A run without faults installs no hook and pays nothing. Called by `runtime.training`.
+it is cut. A run without faults installs no hook and pays nothing. Called by the runtimes.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def strikes(fault: Fault, moment: Moment, struck: int) -> bool:
 class Faults:
     """The planted faults of one run; false where there are none."""
 
-    def __init__(self, planted: Sequence[Fault], folder: Path, step: Callable[[], int]) -> None:
-        self.planted, self._file, self._step = tuple(planted), folder / LOG, step
+    def __init__(self, planted: Sequence[Fault], folder: str | os.PathLike[str], step: Callable[[], int]) -> None:
+        self.planted, self._file, self._step = tuple(planted), Path(folder) / LOG, step
         self._lock = threading.Lock()
         self._names = [fault.model_dump_json(exclude_defaults=True) for fault in self.planted]
         self._struck: Counter[str] = Counter()
@@ -85,15 +85,6 @@ class Faults:
         """Raise, hang, die or be signalled here, if that is planted."""
         if self.planted and (fault := self._due(ACTS, where, moment)) is not None:
             self._act(fault)
-
-    def prepare(self, inner: Callable[[tuple[int, int]], Any]) -> Callable[[tuple[int, int]], Any]:
-        """Around the making of a host batch."""
-
-        def prepare(key: tuple[int, int]) -> Any:
-            self.at("prefetch", epoch=key[0], job=key[1])
-            return inner(key)
-
-        return prepare
 
     def capture(self, inner: Callable[..., np.ndarray], worker: int) -> Callable[..., np.ndarray]:
         """Around a target's capture (host batch, features [T, K * H], last) -> tokens that ran [n]."""

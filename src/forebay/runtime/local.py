@@ -1,216 +1,143 @@
-"""The local runtime: threads in one process, around the flow shell.
+"""A run in one process: a thread per target, prefetch threads, and the training on the calling thread.
 
-Guarantees: the first failure is the one raised, and everyone else stops within seconds (G10). The order of an end is
-always the same: lease nothing more; finish and commit the window in hand; (the training loop's last act is the
-checkpoint); wake every waiter; join the threads, each with a deadline; hand back items never drawn. SIGINT or SIGTERM
-starts that order and leaves with a resumable run; a second signal stops at once. The watchdog names waits over ten
-seconds, returns the jobs of silent workers, dumps all stacks when nothing has moved for `stall_s`, and ends the run
-where that is because a worker never came back.
-
-It computes nothing itself: what prepares, extracts and trains is handed in, so that `forebay bench flow` runs these
-same loops with timed waits. Called by `runtime.training` and `bench.flow`.
+Guarantees: however a run ends, nothing is left running, open or half written, and the message says how to go on.
+Called by `api`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import faulthandler
-import os
-import queue
-import signal
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
-from forebay.errors import ForebayError, Stopped
-from forebay.observe.clock import Clocks, WorkerClock, in_words
+import torch
+
+from forebay.config import RunConfig
+from forebay.errors import ForebayError
+from forebay.observe.clock import Clocks
+from forebay.observe.console import say
+from forebay.runtime.assembly import Assembly
+from forebay.runtime.extraction import Extraction, slot_pool
+from forebay.runtime.faults import Faults
+from forebay.runtime.run import Run
 from forebay.runtime.shell import FlowShell
+from forebay.runtime.threads import run_threads
+from forebay.runtime.training import Training, use_threads
 from forebay.runtime.turn import Turn
-from forebay.stages.extract import extract_loop
-from forebay.stages.prefetch import prefetch_loop
-
-JOIN_S = 30.0  # a thread that has not ended by then is named and left (it is a daemon)
-LONG_WAIT_S = 10.0  # a wait that is longer is said
-PERIOD_S = 1.0  # how often the watchdog looks in, unless a limit is so short that it must look more often
+from forebay.runtime.watchdog import Watchdog, signals
 
 
-class Watchdog:
-    """One thread that looks in: stop asked for, expired leases, long waits, stalls, the status file."""
+class LocalRuntime:
+    """One run, fresh or resumed. `train()` goes on to the end (or to a stop) and returns the summary."""
 
     def __init__(
         self,
-        shell: FlowShell,
-        clocks: Clocks,
+        config: RunConfig,
         *,
-        stall_s: float = 900.0,
-        long_wait_s: float = LONG_WAIT_S,
-        say: Callable[[str], None] = print,
-        stacks: Path | None = None,
-        status: Callable[[], None] = lambda: None,
+        resume: bool = False,
+        allow_change: frozenset[str] = frozenset(),
+        quiet: bool = False,
     ) -> None:
-        self._shell, self._clocks, self._say, self._status = shell, clocks, say, status
-        self._stall_s, self._long_wait_s, self._stacks = stall_s, long_wait_s, stacks
-        self._period_s = min(PERIOD_S, stall_s / 4, long_wait_s / 4, shell.lease_s / 4)
-        self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()  # its put may be called in a signal handler
-        self._ended = self._stop_requested = False
-        self._said: set[tuple[str, float]] = set()
-        self._dumped_at = 0.0
-        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def ask_stop(self) -> None:
-        """Safe in a signal handler: takes no lock that the main thread may hold."""
-        self._shell.stop_asked = True
-        self._wake.put(None)
-
-    @property
-    def stop_asked(self) -> bool:
-        return self._shell.stop_asked
-
-    def end(self) -> None:
-        self._ended = True
-        self._wake.put(None)
-        self._thread.join(JOIN_S)
-
-    def _watch(self) -> None:
+        self.config = config
+        faults = Faults(config.faults, config.run_dir, lambda: self.training.step.taken)
+        self.run = Run(config, resume, faults, (lambda text: None) if quiet else say)
+        self.models = Assembly(config, self.run.saved, self.run.say, faults.store(config), allow_change)
+        self.targets = self.models.targets
+        self.run.say(f"memory, at most: {self.models.memory().describe()}")
+        self.run.open(self.models.prepared)
         try:
-            while not self._ended:
-                self._look()
-                with contextlib.suppress(queue.Empty):
-                    self._wake.get(timeout=self._period_s)
-        except BaseException as error:  # noqa: BLE001 - without a watchdog a run could wait for ever
-            self._shell.fail(error)
+            self._build(faults, quiet)
+        except BaseException:
+            self.run.close()
+            raise
 
-    def _look(self) -> None:
-        if self.stop_asked and not self._stop_requested:
-            self._stop_requested = True
-            self._shell.request_stop()
-        for lease in self._shell.expire_leases():
-            job = f"job {lease.job} of epoch {lease.epoch}"
-            self._say(f"target {lease.worker} was silent past its lease: {job} goes to another")
-        for worker in self._clocks.workers:
-            wait = worker.open
-            if wait is not None and (age := time.monotonic() - wait[1]) > self._long_wait_s:
-                mark = (worker.name, wait[1])
-                if mark not in self._said:
-                    self._said.add(mark)
-                    if not self._shell.evaluating:  # then everyone waits, and the evaluation speaks for itself
-                        self._say(f"{worker.name} has been waiting {age:.0f} s for {in_words(wait[0])}")
-        still = time.monotonic() - self._shell.last_moved
-        if still > self._stall_s and not self._shell.evaluating and self._shell.last_moved != self._dumped_at:
-            self._dumped_at = self._shell.last_moved
-            self._stalled(still)
-        self._status()
+    def _build(self, faults: Faults, quiet: bool) -> None:
+        config, run, models = self.config, self.run, self.models
+        largest = max(int(plan.nbytes.max()) for plan in run.plans)
+        self.pool = slot_pool(config, models.prepared, models.target, config.buffer.bytes // largest)
+        self.shell = FlowShell(run.coordinator, on_discard=lambda item: self.pool.release(item.slot))
+        same = config.runtime.targets == config.runtime.drafters
+        sharing, gpu = config.runtime.device_sharing, models.target.device.type == "cuda"
+        if sharing == "auto":  # one thread a role wastes less than two that wait for each other at every product
+            sharing = "split" if gpu or models.cores > 1 else "alternate"
+        alternate = sharing == "alternate" and same and len(self.targets) == 1
+        self.threads = models.cores if alternate else max(1, models.cores // 2)
+        self.turn = Turn(alternate, self.shell.failed)
+        self.in_use = [Turn(True, self.shell.failed) for _ in self.targets]
+        self.extraction = Extraction(config, models.prepared, run.plans, faults, self.pool)
+        self.clocks = Clocks()
+        self.training = Training(run, models, self.shell, self.clocks, self.turn, self.in_use[0], quiet)
 
-    def _stalled(self, still: float) -> None:
-        waits = ", ".join(f"{w['worker']} for {in_words(str(w['waits_for']))}" for w in self._clocks.open_waits())
-        line = f"nothing has moved for {still:.0f} s (waiting: {waits or 'nobody'})"
-        if self._stacks is not None:
-            with contextlib.suppress(OSError), open(self._stacks, "a", encoding="utf-8") as file:
-                file.write(f"{line}\n")
-                file.flush()
-                faulthandler.dump_traceback(file, all_threads=True)
-                line += f": all stacks are in {self._stacks}"
-        self._say(line)
-        drafter_waits = any(w.stage == "drafter" and w.open is not None for w in self._clocks.workers)
-        if drafter_waits and (hung := self._shell.hung()):
-            named = ", ".join(f"job {x.job} of epoch {x.epoch} on target {x.worker}" for x in hung)
-            self._shell.fail(
-                ForebayError(
-                    f"a target never came back ({named}), and nothing has moved for {still:.0f} s "
-                    f"(runtime.stall_s {self._stall_s:g}): find out from {self._stacks} where it hangs"
-                )
-            )
+    def extract(self, number: int) -> Any:
+        """Target `number`'s work: host batch -> item."""
+        return self.extraction.compute(self.targets[number], number, self.in_use[number])
 
+    def release(self, item: Any) -> None:
+        self.pool.release(item.slot)
 
-@contextlib.contextmanager
-def signals(watchdog: Watchdog, say: Callable[[str], None]) -> Iterator[None]:
-    """First SIGINT/SIGTERM: stop in good order. Second: leave at once (128 + its number). Main thread only; nests."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def on_signal(number: int, frame: Any) -> None:
-        if watchdog.stop_asked:
-            os._exit(128 + number)
-        os.write(2, b"\nstopping: finishing the window, then a checkpoint (a second signal stops at once)\n")
-        watchdog.ask_stop()
-
-    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def run_local(
-    shell: FlowShell,
-    *,
-    prepare: Callable[[tuple[int, int]], Any],
-    computes: Sequence[Callable[[Any], Any]],
-    train: Callable[[], None],
-    clocks: Clocks,
-    watchdog: Watchdog,
-    turn: Turn,
-    prefetch_threads: int = 1,
-    on_start: Callable[[str], None] = lambda role: None,
-    say: Callable[[str], None] = print,
-) -> list[Any]:
-    """Run the stages until `train` returns or something fails; returns the items that were never drawn.
-
-    `computes`: one callable per target worker, host batch -> item. `train` runs on the calling thread and draws from
-    the shell. `on_start(role)` is called first in every worker thread (thread counts). Raises the first failure.
-    """
-
-    def guarded(role: str, loop: Callable[[], None]) -> Callable[[], None]:
-        def body() -> None:
-            try:
-                on_start(role)
-                loop()
-            except Stopped:
-                pass
-            except BaseException as error:  # noqa: BLE001 - the first cause is kept and raised by the main thread
-                shell.fail(error)
-
-        return body
-
-    threads: list[threading.Thread] = []
-
-    def spawn(role: str, number: int, loop: Callable[[WorkerClock], None]) -> None:
-        name = f"{role} {number}"
-        clock = clocks.worker(role, name)
-        threads.append(threading.Thread(target=guarded(role, lambda: loop(clock)), name=name, daemon=True))
-
-    for number in range(prefetch_threads):
-        spawn("prefetch", number, lambda clock: prefetch_loop(shell, prepare, clock))
-    for number, compute in enumerate(computes):
-        spawn(
-            "target",
-            number,
-            lambda clock, number=number, compute=compute: extract_loop(number, shell, prepare, compute, turn, clock),
+    def train(self) -> dict[str, Any]:
+        """Train until every job is committed or a stop is asked for; checkpoint; evaluate; export; summarise."""
+        run = self.run
+        watchdog = Watchdog(
+            self.shell,
+            self.clocks,
+            stall_s=self.config.runtime.stall_s,
+            say=run.say,
+            stacks=run.folder / "stacks.txt",
+            status=lambda: run.write_status(self._status),
         )
-    watchdog.start()
-    with signals(watchdog, say):
-        for thread in threads:
-            thread.start()
-        try:
-            guarded("drafter", train)()
-        finally:
-            shell.request_stop()
-            deadline = time.monotonic() + JOIN_S
-            for thread in threads:
-                thread.join(max(0.0, deadline - time.monotonic()))
-            watchdog.end()
-    left = [thread.name for thread in threads if thread.is_alive()]
-    if left:
-        say(f"left running (no answer within {JOIN_S:.0f} s): {', '.join(left)}")
-    if shell.cause is not None:
-        if isinstance(shell.cause, ForebayError):
-            raise shell.cause
-        raise RuntimeError(f"the run failed: {shell.cause!r}") from shell.cause
-    return shell.items_left()
+        with signals(watchdog, run.say):
+            try:
+                self._train(watchdog)
+                summary = self.training.summary()
+            except Exception as error:
+                run.doing = f"failed: {error}"
+                with contextlib.suppress(OSError, ForebayError):
+                    run.log.write("note", self.training.step.taken, {"failed": str(error)})
+                if isinstance(error, ForebayError):
+                    raise type(error)(f"{error}\n{run.resume_with}") from error
+                error.add_note(run.resume_with)
+                raise
+            finally:
+                self.close()
+        if not summary["finished"]:
+            run.say(f"stopped at step {summary['steps']} of {run.total_steps}; {run.resume_with}")
+        return summary
+
+    def _train(self, watchdog: Watchdog) -> None:
+        self.training.begin(self.threads)
+        left = run_threads(
+            self.shell,
+            prepare=self.extraction.prepare,
+            computes=[self.extract(number) for number in range(len(self.targets))],
+            train=lambda: self.training.train(self.release),
+            clocks=self.clocks,
+            watchdog=watchdog,
+            turn=self.turn,
+            prefetch_threads=self.config.runtime.prefetch_threads,
+            on_start=lambda role: None if role == "prefetch" else use_threads(self.threads),
+            say=self.run.say,
+        )
+        for item in left:
+            self.release(item)
+
+    def close(self) -> None:
+        for target in self.targets:
+            target.close()
+        for item in self.shell.items_left():
+            self.release(item)
+        self.training.close()
+        self.run.write_status(self._status, now=True)
+        torch.set_num_threads(self.models.cores)
+        with contextlib.suppress(RuntimeError, ForebayError):  # the first cause is on its way
+            self.training.steps.flush()
+        self.run.close()
+
+    def _status(self) -> dict[str, Any]:
+        return {
+            "step": self.training.step.taken,
+            "total_steps": self.run.total_steps,
+            "waits": self.clocks.open_waits(),
+            "shares": self.clocks.shares(),
+            "flow": self.shell.stats(),
+            "failures": self.shell.failures[-10:],
+        }

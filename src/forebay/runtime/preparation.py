@@ -1,7 +1,7 @@
 """What a run needs to know before its first tensor: the rows, the item's one shape, its bytes, the epochs' plans.
 
 Guarantees: everything that can be refused from the configuration, the data's lengths and the target's configuration is
-refused here, with both numbers and the fix; nothing is loaded beyond a tokenizer. Called by `api.plan` and `training`.
+refused here, with both numbers and the fix; nothing is loaded beyond a tokenizer. Called by `api` and the runtimes.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 `alternate`: one role computes at a time, with all cores. `split`: both at once, each with threads of its own.
 Guarantees: a wait for the turn is on the waiter's clock under the name `turn`, and ends soon after the run has failed,
-also where the one whose turn it is never comes back. Called by `runtime.local`.
+also where the one whose turn it is never comes back. Called by the runtimes.
 """
 
 from __future__ import annotations

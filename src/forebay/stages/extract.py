@@ -1,7 +1,7 @@
 """The target worker: lease a job and its room -> host batch -> hidden states -> put.
 
 Guarantees: whatever goes wrong with a job's attempt is reported to the flow under that job's name, and the worker
-goes on with the next. Called by `runtime.local`, one loop per target.
+goes on with the next. Called by `runtime.threads`, one loop per target.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from typing import Any
 
 from forebay.errors import Stopped
 from forebay.observe.clock import WorkerClock
+from forebay.stages.flow import Prepare, TargetFlow
 
 
 def extract_loop(
     worker: int,
-    flow: Any,
-    prepare: Callable[[tuple[int, int]], Any],
+    flow: TargetFlow,
+    prepare: Prepare,
     compute: Callable[[Any], Any],
     turn: Callable[[WorkerClock], contextlib.AbstractContextManager[None]],
     clock: WorkerClock,

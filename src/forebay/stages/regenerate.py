@@ -134,11 +134,6 @@ class AnswerFile:
             self._flushed = time.monotonic()
 
 
-def read_prompts(inputs: Any, summary: Summary) -> list[Prompt]:
-    """Every distinct prompt of some files, in file order. Raises DataError where there is none."""
-    return list(Prompts(inputs, set(), summary))
-
-
 class Prompts:
     """The prompts of files that are still to answer, streamed; what is passed over is counted in the summary."""
 

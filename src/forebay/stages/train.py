@@ -28,6 +28,7 @@ from forebay.models.graph import FixedStep
 from forebay.models.loss import BlockSums
 from forebay.models.step import Borrowed, micro_step
 from forebay.observe.clock import WorkerClock
+from forebay.stages.flow import DrafterFlow
 from forebay.stages.item import Item
 
 
@@ -233,7 +234,7 @@ class DrafterStep:
 
 
 def train_loop(
-    flow: Any,
+    flow: DrafterFlow,
     drafter: DrafterStep,
     turn: Callable[..., Any],
     clock: WorkerClock,
