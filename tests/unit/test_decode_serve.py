@@ -248,6 +248,18 @@ def test_accept_length_is_one_plus_the_sum_of_acceptance_by_position() -> None:
     assert report.accept_length_by_request == pytest.approx((2.5 + 2) / 2)
 
 
+def test_short_and_long_answers_are_told_apart() -> None:
+    """An answer of 64 tokens belongs to the first band, one of 65 to the second; a band without answers is left out."""
+    answers = [(64, [3, 0]), (65, [1]), (3, [3]), (600, [])]
+    report = summarize([Generation([1], tokens=[7] * n, accepted=accepted) for n, accepted in answers], 3)
+    assert [(b["from"], b["to"], b["prompts"], b["rounds"]) for b in report.by_answer_length] == [
+        (1, 64, 2, 3),
+        (65, 128, 1, 1),
+        (513, None, 1, 0),
+    ]
+    assert [b["accept_length"] for b in report.by_answer_length] == pytest.approx([3, 2, 1])
+
+
 def test_evaluation_finds_the_output_identical_and_measures_both_speeds() -> None:
     model, drafter = tiny_target(), random_drafter()
     report, _ = evaluate(model, drafter, prompts(4), max_new_tokens=16, speed_model=model, speed_prompts=1)

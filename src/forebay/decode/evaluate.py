@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -28,6 +29,8 @@ from forebay.models.spec import target_positions
 #: Logits of the reference closer than this are a tie within fp32 rounding.
 NEAR_TIE = 1e-3
 SPEED_TOKENS = 64
+#: Upper edges (tokens) of the bands of answer lengths that accept length is told apart by; the last band is open.
+ANSWER_BANDS = (64, 128, 256, 512)
 
 
 @dataclass
@@ -37,6 +40,7 @@ class Report:
     accept_length: float
     acceptance_by_position: list[float]
     accept_length_by_request: float  # mean over rounds within a prompt, then over prompts
+    by_answer_length: list[dict[str, Any]]  # keys: from, to (tokens; None: open), prompts, rounds, accept_length
     rounds: int
     cut_rounds: int
     prompts: int
@@ -140,12 +144,28 @@ def summarize(generations: Sequence[Generation], drafts_per_round: int, temperat
         accept_length=1 + sum(shares),
         acceptance_by_position=shares,
         accept_length_by_request=sum(means) / len(means) if means else 1.0,
+        by_answer_length=list(_by_answer_length(generations)),
         rounds=len(accepted),
         cut_rounds=sum(g.cut_rounds for g in generations),
         prompts=len(generations),
         tokens=sum(len(g.tokens) for g in generations),
         temperature=temperature,
     )
+
+
+def _by_answer_length(generations: Sequence[Generation]) -> Iterator[dict[str, Any]]:
+    """Accept length over the whole rounds of the answers of each band of lengths that has any."""
+    for low, high in pairwise((0, *ANSWER_BANDS, None)):
+        band = [g for g in generations if low < len(g.tokens) and (high is None or len(g.tokens) <= high)]
+        rounds = [accepted for g in band for accepted in g.accepted]
+        if band:
+            yield {
+                "from": low + 1,
+                "to": high,
+                "prompts": len(band),
+                "rounds": len(rounds),
+                "accept_length": 1 + sum(rounds) / len(rounds) if rounds else 1.0,
+            }
 
 
 @torch.inference_mode()
