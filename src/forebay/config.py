@@ -170,6 +170,9 @@ class BufferConfig(Section):
     draw: Literal["live", "planned"] = "live"
     min_fill: int = Field(10, ge=1, description="fewest buffered items at which a draw is allowed")
     bytes: int = Field(2**31, gt=0, description="most bytes charged at once; '2 GiB' works")
+    reuse: int = Field(
+        1, ge=1, le=64, description="how often an item is drawn, with other anchors each time, before its room is freed"
+    )
     max_age: int | None = Field(None, ge=1, description="draws an item may wait at most (off by default)")
 
     @field_validator("bytes", mode="before")

@@ -12,6 +12,7 @@ import pytest
 from forebay.bench import flow as bench
 from forebay.flow.admission import Admission
 from forebay.flow.coordinator import FlowFailed, FlowSettings
+from forebay.flow.epoch import Epoch
 from forebay.flow.ledger import Ledger
 from forebay.flow.queues import BufferedHSQueue
 from forebay.flow.simulate import Load, plan_of_jobs, simulate
@@ -105,6 +106,8 @@ def worlds_fail(count: int = 400) -> bool:
         "the end is not seen",
         "an item is forgotten",
         "a room is freed late",
+        "a used item does not come back",
+        "a room is freed before the last use",
     ],
 )
 def test_the_interleavings_catch_a_planted_fault(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,6 +127,11 @@ def test_the_interleavings_catch_a_planted_fault(fault: str, monkeypatch: pytest
     elif fault == "an item is forgotten":
         put = BufferedHSQueue.put
         monkeypatch.setattr(BufferedHSQueue, "put", lambda self, job, bucket: job == 2 or put(self, job, bucket))
+    elif fault == "a used item does not come back":
+        monkeypatch.setattr(Epoch, "commit", lambda self, job: self.ledger.commit(job))
+    elif fault == "a room is freed before the last use":
+        commit = Epoch.commit
+        monkeypatch.setattr(Epoch, "commit", lambda self, job: commit(self, job) or True)
     else:
         free = Admission.free
         monkeypatch.setattr(Admission, "free", lambda self, key: len(key) == 3 or free(self, key))

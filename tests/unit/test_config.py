@@ -53,6 +53,8 @@ def test_a_malformed_override_is_refused(tmp_path, bad):
         ({"loss": {"weights": {"ce": -1.0}}}, "positive weight"),
         ({"buffer": {"draw": "planned", "queue": "bucketed"}}, "needs dispatch: shared and queue: buffered"),
         ({"buffer": {"bytes": "many"}}, "'many' is no size"),
+        ({"buffer": {"reuse": 0}}, r"buffer.reuse: Input should be greater than or equal to 1 \(got 0\)"),
+        ({"buffer": {"reuse": 100}}, r"less than or equal to 64 \(got 100\)"),
         ({"plan": {"token_budget": 12}}, "block_size 16 exceeds token_budget 12"),
         ({"plan": {"bucket_edges": [64, 32]}}, "must rise"),
         ({"runtime": {"targets": []}}, "at least one device"),

@@ -46,7 +46,7 @@ def test_the_meter_agrees_with_the_formula_of_the_order() -> None:
     """F22: occupancy at draw, not the configured size, is what is reported; G5: r per window."""
     rng = np.random.default_rng(2)
     buckets = rng.permutation(np.repeat([0, 1, 2], [40, 40, 16]))
-    meter = mixing.Meter([40, 40, 16], 8)
+    meter = mixing.Meter([40, 40, 16], 12)
     for i, window in enumerate(buckets.reshape(-1, 8).tolist()):
         meter.window(window, [i] * 8, 20 + i, 1)
     report = meter.report()
@@ -59,7 +59,7 @@ def test_the_meter_agrees_with_the_formula_of_the_order() -> None:
 
 def test_drift_shows_a_bucket_that_arrives_late() -> None:
     """r does not see a slow bucket whose items come at the end; the mix of the last windows and the ages do."""
-    meter = mixing.Meter([80, 80], 8)
+    meter = mixing.Meter([80, 80], 20)
     for _ in range(19):
         meter.window([0, 0, 0, 0, 0, 1, 1, 1], [2] * 5 + [9] * 3, 10, 0)
     meter.window([1] * 8, [9] * 8, 10, 0)

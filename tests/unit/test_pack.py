@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from forebay.data.pack import ItemShape, anchor_counts, decay_weights, legal_anchors, pack_item
+from forebay.data.pack import USE_ARRAYS, ItemShape, anchor_counts, decay_weights, host_bytes, legal_anchors, pack_item
 
 
 @dataclass(frozen=True)
@@ -103,3 +103,18 @@ def test_anchor_counts_are_known_when_planning_and_kept_when_packing():
 def test_an_unsupervised_row_gives_an_item_of_weight_zero():
     batch = pack(Rows((range(6), [0] * 6)), ItemShape(8, 4, 12, 4))
     assert batch.n_anchors == batch.n_slots == 0 and batch.weight_sum == 0
+
+
+def test_the_uses_of_an_item_share_its_text_and_have_anchors_of_their_own():
+    """From (seed, epoch, job, use): the first use is that of a run without reuse; counts are those of the plan."""
+    rows, shape = Rows((range(200), [1] * 200), (range(100), [1] * 100)), ItemShape(320, 64, 192, 4)
+    job = FakeJob(rows=(0, 1))
+    once, twice, again = (pack(rows, shape, job, anchor_rate=0.2, uses=uses) for uses in (1, 3, 3))
+    for field in USE_ARRAYS:
+        assert (getattr(once, field) == getattr(twice.use(0), field)).all()
+        assert (getattr(twice.use(2), field) == getattr(again.use(2), field)).all()
+    anchors = [twice.use(number).anchors for number in range(3)]
+    assert all((anchors[a] != anchors[b]).any() for a, b in ((0, 1), (0, 2), (1, 2)))
+    assert {twice.use(number).n_anchors for number in range(3)} == {60}
+    assert twice.use(1).tokens is twice.tokens and once.later == ()
+    assert (once.nbytes, twice.nbytes) == (host_bytes(shape), host_bytes(shape, 3))

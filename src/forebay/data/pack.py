@@ -1,15 +1,16 @@
 """Packs a job's rows into one fixed-shape row on the host: tokens, documents, anchors, supervised slots.
 
-Guarantees: the same (store, job, seed, shape) gives the same arrays, whoever asks and how often; every row keeps its
-own document id and positions from 0; a block is never supervised beyond its document; nothing is truncated (the plan
-packed under all three budgets). Numpy only. Called by `stages.prefetch`.
+Guarantees: the same (store, job, use, seed, shape) gives the same arrays, whoever asks and how often; every row keeps
+its own document id and positions from 0; a block is never supervised beyond its document; nothing is truncated (the
+plan packed under all three budgets). Where an item is used several times, its uses share the text and differ in anchors
+and slots. Numpy only. Called by `stages.prefetch`.
 
 Shapes: T `token_budget`, A `anchors`, S `slots`, B `block_size`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -47,7 +48,10 @@ class ItemShape:
 
 @dataclass(frozen=True, slots=True)
 class HostBatch:
-    """One job, packed. Padding: token 0, position 0, document -1, anchor 0 with start 0 (sees nothing), weight 0."""
+    """One job, packed. Padding: token 0, position 0, document -1, anchor 0 with start 0 (sees nothing), weight 0.
+
+    `later`: the batches of the item's later uses (`buffer.reuse`), the same but for anchors and slots.
+    """
 
     job: Job
     tokens: np.ndarray  # int32 [T]
@@ -63,29 +67,26 @@ class HostBatch:
     slot_source: np.ndarray  # int32 [S], packed index whose last hidden state predicts the label
     n_slots: int
     weight_sum: float
+    later: tuple[HostBatch, ...] = ()
+
+    def use(self, number: int) -> HostBatch:
+        """The batch of use `number`, 0-based."""
+        return self.later[number - 1] if number else self
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arrays."""
-        return sum(getattr(self, f).nbytes for f in ARRAYS)
+        """Bytes of the arrays, those of later uses included."""
+        own = sum(getattr(self, f).nbytes for f in TEXT_ARRAYS + USE_ARRAYS)
+        return own + sum(getattr(batch, f).nbytes for batch in self.later for f in USE_ARRAYS)
 
 
-ARRAYS = (
-    "tokens",
-    "positions",
-    "documents",
-    "anchors",
-    "anchor_start",
-    "slot_index",
-    "slot_label",
-    "slot_weight",
-    "slot_source",
-)
+TEXT_ARRAYS = ("tokens", "positions", "documents")
+USE_ARRAYS = ("anchors", "anchor_start", "slot_index", "slot_label", "slot_weight", "slot_source")
 
 
-def host_bytes(shape: ItemShape) -> int:
+def host_bytes(shape: ItemShape, uses: int = 1) -> int:
     """Bytes of a host batch's fixed-shape arrays (all int32 or float32)."""
-    return 4 * (3 * shape.token_budget + 2 * shape.anchors + 4 * shape.slots)
+    return 4 * (3 * shape.token_budget + uses * (2 * shape.anchors + 4 * shape.slots))
 
 
 def legal_anchors(mask: np.ndarray) -> np.ndarray:
@@ -108,22 +109,44 @@ def decay_weights(shape: ItemShape, gamma: float | None) -> np.ndarray:
 
 
 def pack_item(
-    rows: Rows, job: Job, shape: ItemShape, *, seed: int, anchor_rate: float, anchors_per_row: int, gamma: float | None
+    rows: Rows,
+    job: Job,
+    shape: ItemShape,
+    *,
+    seed: int,
+    anchor_rate: float,
+    anchors_per_row: int,
+    gamma: float | None,
+    uses: int = 1,
 ) -> HostBatch:
-    """Pack `job`'s rows; draw its anchors from (seed, epoch, job id).
+    """Pack `job`'s rows; draw the anchors of each use from (seed, epoch, job id, use).
 
     Raises AssertionError if the rows do not fit the shape: the plan's budgets exclude it.
     """
-    rng = np.random.Generator(np.random.Philox(key=np.array([seed, job.epoch << 40 | job.id], dtype=np.uint64)))
+    text, masks, supervised = _text(rows, job, shape)
+    legal = [legal_anchors(mask) for mask in masks]
+    counts = anchor_counts(np.array([len(found) for found in legal]), anchor_rate, anchors_per_row)
+    assert counts.sum() <= shape.anchors, f"job {job.id}: anchors exceed anchors_per_item {shape.anchors}"
+    weights = decay_weights(shape, gamma)
+    key = np.array([seed, job.epoch << 40 | job.id], dtype=np.uint64)
+    batches = []
+    for use in range(uses):
+        rng = np.random.Generator(np.random.Philox(key=key, counter=[0, 0, 0, use]))
+        chosen = [
+            np.sort(rng.choice(found, size=count, replace=False)) if count else found[:0]
+            for found, count in zip(legal, counts.tolist(), strict=True)
+        ]
+        batches.append(_one_use(job, shape, text, supervised, chosen, weights))
+    return replace(batches[0], later=tuple(batches[1:]))
+
+
+def _text(rows: Rows, job: Job, shape: ItemShape) -> tuple[dict[str, np.ndarray], list[np.ndarray], np.ndarray]:
+    """The arrays of a batch that its uses share; each row's mask; what is supervised, bool [T]."""
     tokens = np.zeros(shape.token_budget, np.int32)
     positions = np.zeros(shape.token_budget, np.int32)
     documents = np.full(shape.token_budget, -1, np.int32)
     supervised = np.zeros(shape.token_budget, bool)
-    anchors = np.zeros(shape.anchors, np.int32)
-    anchor_start = np.zeros(shape.anchors, np.int32)
-    anchor_end = np.zeros(shape.anchors, np.int32)
-    offsets = [0]
-    n_anchors = 0
+    offsets, masks = [0], []
     for number, row in enumerate(job.rows):
         row_tokens, row_mask = rows.tokens(row), rows.mask(row)
         start, end = offsets[-1], offsets[-1] + len(row_tokens)
@@ -132,22 +155,33 @@ def pack_item(
         positions[start:end] = np.arange(end - start)
         documents[start:end] = number
         supervised[start:end] = row_mask
-        legal = legal_anchors(row_mask)
-        count = int(anchor_counts(np.array(len(legal)), anchor_rate, anchors_per_row))
-        chosen = np.sort(rng.choice(legal, size=count, replace=False)) if count else legal[:0]
-        assert n_anchors + count <= shape.anchors, f"job {job.id}: anchors exceed anchors_per_item {shape.anchors}"
-        here = slice(n_anchors, n_anchors + count)
-        anchors[here] = chosen + start
-        anchor_start[here] = start
-        anchor_end[here] = end
-        n_anchors += count
+        masks.append(row_mask)
         offsets.append(end)
+    arrays = {"tokens": tokens, "positions": positions, "documents": documents}
+    return arrays | {"doc_offsets": np.array(offsets, np.int32)}, masks, supervised
 
-    weights = decay_weights(shape, gamma)
+
+def _one_use(
+    job: Job,
+    shape: ItemShape,
+    text: dict[str, np.ndarray],
+    supervised: np.ndarray,
+    chosen: list[np.ndarray],
+    weights: np.ndarray,
+) -> HostBatch:
+    """The batch with the `chosen` anchors of each row (rising, counted from the row's start) and their slots."""
+    anchors = np.zeros(shape.anchors, np.int32)
+    anchor_start = np.zeros(shape.anchors, np.int32)
+    per_row = [len(found) for found in chosen]
+    n_anchors, offsets = sum(per_row), text["doc_offsets"]
+    anchor_start[:n_anchors] = np.repeat(offsets[:-1], per_row)
+    anchors[:n_anchors] = np.concatenate(chosen) + anchor_start[:n_anchors]
+    anchor_end = np.repeat(offsets[1:], per_row)
+
     slot = np.arange(shape.first_slot, shape.block_size)
     shift = 1 if shape.sample_from_anchor else 0
     where = anchors[:n_anchors, None] + slot[None, :] + shift  # packed index of the label, [n, scored]
-    inside = where < anchor_end[:n_anchors, None]
+    inside = where < anchor_end[:, None]
     scored = inside & supervised[np.minimum(where, shape.token_budget - 1)]
     block, column = np.nonzero(scored)
     n_slots = len(block)
@@ -158,15 +192,12 @@ def pack_item(
     slot_weight = np.zeros(shape.slots, np.float32)
     slot_source = np.zeros(shape.slots, np.int32)
     slot_index[:n_slots] = block * shape.block_size + slot[column]
-    slot_label[:n_slots] = tokens[label_at]
+    slot_label[:n_slots] = text["tokens"][label_at]
     slot_weight[:n_slots] = weights[slot[column]]
     slot_source[:n_slots] = label_at - 1
     return HostBatch(
         job=job,
-        tokens=tokens,
-        positions=positions,
-        documents=documents,
-        doc_offsets=np.array(offsets, np.int32),
+        **text,
         anchors=anchors,
         anchor_start=anchor_start,
         n_anchors=n_anchors,

@@ -23,7 +23,14 @@ def human_bytes(n: float) -> str:
 
 
 def check_budget(
-    budget: int, largest: int, min_fill: int, window: int, targets: int, jobs: int, max_age: int | None = None
+    budget: int,
+    largest: int,
+    min_fill: int,
+    window: int,
+    targets: int,
+    jobs: int,
+    max_age: int | None = None,
+    reuse: int = 1,
 ) -> list[str]:
     """Refuse what deadlocks (ConfigError); return warnings about what will run badly."""
     name, room = ("min_fill", min_fill) if min_fill >= window else ("window", window)
@@ -46,6 +53,16 @@ def check_budget(
         warnings.append(
             f"buffer.bytes {human_bytes(budget)} holds {capacity} items, below the {easy} (max(min_fill, window) + "
             f"window + targets) that let both sides work at once: raise buffer.bytes to {human_bytes(easy * largest)}"
+        )
+    if reuse > 1 and min_fill < 2 * window:
+        warnings.append(
+            f"with buffer.reuse {reuse} an item may be used in two windows in a row, because min_fill {min_fill} is "
+            f"below two windows of {window}: raise buffer.min_fill to {2 * window}"
+        )
+    if capacity < reuse * window:
+        warnings.append(
+            f"buffer.bytes {human_bytes(budget)} holds {capacity} items, below buffer.reuse {reuse} x window {window}: "
+            f"an epoch's last windows may be short; raise buffer.bytes to {human_bytes(reuse * window * largest)}"
         )
     if min_fill > jobs:
         warnings.append(f"min_fill {min_fill} is above the {jobs} jobs of an epoch: draws start at the end of input")

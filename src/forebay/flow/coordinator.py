@@ -1,6 +1,7 @@
 """The coordinator: plan, ledger, admission and queue of a run behind one interface, for threads, actors, simulators.
 
-Guarantees G1 to G4 of the design: exactly once, bounded bytes, no deadlock, nothing stranded. What cannot be served
+Guarantees G1 to G4 of the design: exactly once (with reuse k: each of a job's k uses exactly once), bounded bytes (an
+item's room is freed after its last use), no deadlock, nothing stranded. What cannot be served
 now is answered with `Wait(reason)`, what will never come with None; anything late, double or after the end is refused
 and counted. A pure state machine: no locks, no clocks (callers pass `now`), no threads, no tensors. Calls are not
 atomic by themselves: the shell around it (a lock, an actor, a simulated clock) makes them so.
@@ -92,7 +93,7 @@ class Coordinator:
         self.warnings += [
             line
             for line in check_budget(
-                s.budget_bytes, int(plan.nbytes.max()), s.min_fill, s.window, s.targets, len(plan), s.max_age
+                s.budget_bytes, int(plan.nbytes.max()), s.min_fill, s.window, s.targets, len(plan), s.max_age, s.reuse
             )
             if line not in self.warnings
         ]
@@ -161,13 +162,21 @@ class Coordinator:
     # ---- producers ----------------------------------------------------------------------------------------------
 
     def _next(self, worker: int | None) -> tuple[Epoch, int, bool] | None:
-        """The next job to lease, of the oldest epoch that has one, and whether it must take room."""
-        rooms = self.admission.rooms
+        """The next job to lease, of the oldest epoch that has one, and whether it must take room.
+
+        Where that one would have to wait for room, a later epoch's job that came back and has its own goes before it:
+        the draw that would free room may wait for just that job.
+        """
+        first = None
         for epoch in self.epochs:
-            job = epoch.next_job(worker, rooms)
-            if job is not None:
-                return epoch, job, (epoch.number, job) not in rooms
-        return None
+            job = epoch.next_job(worker, self.admission.rooms)
+            if job is None:
+                continue
+            needs_room = (epoch.number, job) not in self.admission.rooms
+            if not needs_room or (first is None and self.admission.fits(int(epoch.plan.nbytes[job]))):
+                return epoch, job, needs_room
+            first = first or (epoch, job, True)
+        return first
 
     def try_lease(self, worker: int, now: float) -> Lease | Wait | None:
         """The next job in plan order together with its bytes; None when no work will ever come."""
@@ -362,17 +371,30 @@ class Coordinator:
             parts = deal(drawn.jobs, [int(epoch.plan.real[job]) for job in drawn.jobs], self.settings.drafters)
         else:
             parts = tuple(tuple(part) for part in drawn.parts)
-        window = Window(self.steps, epoch.number, epoch.draws, tuple(drawn.jobs), parts)
+        uses = epoch.ledger.uses
+        window = Window(
+            self.steps,
+            epoch.number,
+            epoch.draws,
+            tuple(drawn.jobs),
+            parts,
+            {job: uses.used[job] for job in drawn.jobs},
+            frozenset(job for job in drawn.jobs if uses.left(job) == 1),
+        )
         self.counters["draws"] += 1
         self.last = {"r": epoch.take(drawn), "occupancy": drawn.occupancy, "age_max": max(drawn.ages)}
         self.in_flight = window
         return window
 
     def release(self, epoch: int, job: int) -> bool:
-        """The item's memory is free: after the job's own micro-step. False (counted): it was free already."""
+        """After the job's own micro-step: its item's memory is free. False: it stays for another use, or (counted) it
+        was free already."""
         window = self.in_flight
-        if window is not None and window.epoch == epoch and job in window.jobs and self._free((epoch, job)):
-            return True
+        if window is not None and window.epoch == epoch and job in window.uses:
+            if job not in window.last:
+                return False
+            if self._free((epoch, job)):
+                return True
         self.counters["second_releases"] += 1
         return False
 
@@ -383,8 +405,10 @@ class Coordinator:
         epoch = self._epoch(window.epoch)
         assert epoch is not None
         for job in window.jobs:
-            epoch.ledger.commit(job)
-            self._free((window.epoch, job))
+            if epoch.commit(job):
+                self._free((window.epoch, job))
+        if len(window.last) < len(window.jobs):
+            self.news_for_consumers += 1
         self.steps += 1
         self._retire()
         return True
@@ -408,6 +432,11 @@ class Coordinator:
             return False
         self.in_flight = None
         return True
+
+    @property
+    def windows_left(self) -> int:
+        """How many more windows the epochs at hand need at least."""
+        return sum(epoch.ledger.uses.windows(self.settings.window) for epoch in self.epochs)
 
     # ---- looking at it ------------------------------------------------------------------------------------------
 
@@ -448,6 +477,7 @@ class Coordinator:
             "charged_bytes": self.admission.charged,
             "peak_bytes": self.admission.peak,
             "budget_bytes": self.admission.budget,
+            "uses_left": sum(epoch.ledger.uses.open for epoch in self.epochs),
             "occupancy": sum(epoch.ledger.counts[READY] for epoch in self.epochs),
             "hung": len(self._hung),
             "blocked_s": self.blocked.until(now),

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Container, Hashable
 from typing import Any
 
-from forebay.errors import ConfigError
+from forebay.errors import ConfigError, ContractError
 from forebay.flow.jobs import EpochPlan
 from forebay.flow.ledger import DRAWN, PENDING, Lease, Ledger
 from forebay.flow.mixing import Meter
@@ -25,11 +25,17 @@ class Epoch:
     def __init__(self, plan: EpochPlan, settings: FlowSettings, state: dict[str, Any] | None) -> None:
         self.plan = plan
         self.number = plan.epoch
-        self.ledger = Ledger(plan.epoch, len(plan), settings.max_attempts)
+        if plan.params.reuse != settings.reuse:
+            raise ContractError(
+                f"the plan of epoch {plan.epoch} was made for {plan.params.reuse} uses of each item, this run has "
+                f"buffer.reuse {settings.reuse}: resume with the reuse that the run was started with"
+            )
+        self.ledger = Ledger(plan.epoch, len(plan), settings.max_attempts, settings.reuse)
         self.draws = 0
+        self.used_at: dict[int, int] = {}  # with reuse: the draw at which a job was last used
         self.buckets: bytes = plan.buckets.tobytes()
         self.to_come = [self.buckets.count(b) for b in range(len(plan.params.bucket_edges))]
-        self.meter = Meter(self.to_come, settings.window)
+        self.meter = Meter(self.to_come, plan.windows)
         self.dealt: list[deque[int]] = []
         if settings.dispatch == "per_target":
             self.dealt = [deque() for _ in range(settings.targets)]
@@ -49,8 +55,8 @@ class Epoch:
         if s.draw == "planned":
             if self.plan.draw_order is None:
                 raise ConfigError("draw: planned needs a plan that was made with draw: planned: plan the epoch again")
-            return PlannedHSQueue(self.plan.draw_order, s.window)
-        return BufferedHSQueue(CounterRandom(s.seed, self.number), s.min_fill, s.max_age)
+            return PlannedHSQueue(self.plan.draw_order, s.window, self.ledger.uses)
+        return BufferedHSQueue(CounterRandom(s.seed, self.number), s.min_fill, s.max_age, self.ledger.uses)
 
     def _restore(self, state: dict[str, Any]) -> None:
         self.ledger.restore(state, state["deferred"])
@@ -58,8 +64,10 @@ class Epoch:
         for job in range(len(self.plan)):
             if self.ledger.state[job] != PENDING:
                 self.to_come[self.buckets[job]] -= 1
-                if isinstance(self.queue, PlannedHSQueue):
-                    self.queue.drop(job)
+        if isinstance(self.queue, PlannedHSQueue):
+            self.queue.restore()
+            for job in self.ledger.quarantined():
+                self.queue.drop(job)
         for job in state["deferred"]:
             self.defer(job)
 
@@ -110,8 +118,19 @@ class Epoch:
         """Mark a window's jobs as drawn; returns its r."""
         for job in drawn.jobs:
             self.ledger.draw(job)
+            if self.ledger.uses.reuse > 1:
+                self.meter.use(self.draws - self.used_at.pop(job, self.draws))
+                self.used_at[job] = self.draws
         self.draws += 1
         return self.meter.window([self.buckets[j] for j in drawn.jobs], drawn.ages, drawn.occupancy, drawn.forced)
+
+    def commit(self, job: int) -> bool:
+        """One more use is in the weights; returns whether it was the job's last. Else its item is there again."""
+        if self.ledger.commit(job):
+            self.used_at.pop(job, None)
+            return True
+        self.queue.put(job, self.buckets[job])
+        return False
 
     def defer(self, job: int) -> None:
         """The job loses the place that the plan gave it, if the plan gave it one."""

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from forebay.errors import ContractError, DataError
 from forebay.flow import mixing
+from forebay.flow.uses import windows_of
 
 Ints = npt.NDArray[Any]
 
@@ -41,6 +42,7 @@ class PlanParams:
     min_fill: int = 10
     max_age: int | None = None
     item_bytes: int = 1
+    reuse: int = 1
     seed: int = 0
     data_fingerprint: str = ""
 
@@ -75,8 +77,8 @@ class EpochPlan:
     """The jobs of one epoch as arrays (J jobs, n planned rows).
 
     Attributes: rows, lengths int32[n] in job order; starts bool[n] (a row opens a sub-batch); offsets int64[J + 1];
-    buckets uint8[J]; real, padded, anchors int32[J]; nbytes int64[J]; draw_order int32[J] or None (`draw: planned`);
-    left_out: rows without an anchor.
+    buckets uint8[J]; real, padded, anchors int32[J]; nbytes int64[J]; draw_order (`draw: planned`, else None): int32[D]
+    of `simulate_draws`; left_out: rows without an anchor.
     """
 
     ARRAYS = ("rows", "lengths", "starts", "offsets", "buckets", "real", "padded", "anchors", "nbytes")
@@ -95,7 +97,9 @@ class EpochPlan:
     @property
     def windows(self) -> int:
         """Optimizer steps of the epoch: the last window may be short."""
-        return -(-len(self) // self.params.window)
+        if self.draw_order is not None:
+            return -(-len(self.draw_order) // self.params.window)
+        return windows_of(len(self), self.params.reuse, self.params.window)
 
     def job(self, i: int) -> Job:
         lo, hi = int(self.offsets[i]), int(self.offsets[i + 1])
@@ -114,8 +118,10 @@ class EpochPlan:
         )
 
     def drawn_order(self) -> Ints:
-        """The planned order of draws, or the order of the jobs where draws are live."""
-        return np.arange(len(self)) if self.draw_order is None else self.draw_order
+        """The planned order of draws (whole windows), or the order of the jobs where draws are live."""
+        if self.draw_order is None:
+            return np.arange(len(self))
+        return mixing.whole_windows(self.draw_order, self.params.window)
 
     def describe(self) -> dict[str, Any]:
         """The figures of `forebay plan --json`."""
@@ -126,6 +132,7 @@ class EpochPlan:
         return {
             "epoch": self.epoch,
             "jobs": len(self),
+            "reuse": p.reuse,
             "windows": self.windows,
             "sequences": len(self.rows),
             "sequences_left_out": self.left_out,

@@ -2,9 +2,11 @@
 
     PENDING -> LEASED(worker, attempt) -> READY -> DRAWN -> COMMITTED, and QUARANTINED
 
-Guarantees: the counts by state sum to the number of jobs at every instant; a job is committed once; an answer counts
-only if it carries the lease that is live. Knows nothing of room, order of draws or time beyond a lease's expiry.
-A pure state machine: no locks, no clocks. Called by the coordinator alone.
+A job with uses left goes from DRAWN back to READY when its window is committed (`uses`); COMMITTED is after the last.
+
+Guarantees: the counts by state sum to the number of jobs at every instant; each use of a job is committed once; an
+answer counts only if it carries the lease that is live. Knows nothing of room, order of draws or time beyond a lease's
+expiry. A pure state machine: no locks, no clocks. Called by the coordinator alone.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from forebay.errors import ContractError
+from forebay.flow.uses import Uses
 
 PENDING, LEASED, READY, DRAWN, COMMITTED, QUARANTINED = range(6)
 STATES = ("pending", "leased", "ready", "drawn", "committed", "quarantined")
@@ -42,8 +45,9 @@ class Ledger:
     in `late` (after them), sorted by id.
     """
 
-    def __init__(self, epoch: int, jobs: int, max_attempts: int = 3) -> None:
+    def __init__(self, epoch: int, jobs: int, max_attempts: int = 3, reuse: int = 1) -> None:
         self.epoch = epoch
+        self.uses = Uses(jobs, reuse)
         self.jobs = jobs
         self.max_attempts = max_attempts
         self.state = bytearray(jobs)
@@ -108,8 +112,11 @@ class Ledger:
     def draw(self, job: int) -> None:
         self._move(job, READY, DRAWN)
 
-    def commit(self, job: int) -> None:
-        self._move(job, DRAWN, COMMITTED)
+    def commit(self, job: int) -> bool:
+        """One more use is in the weights. Returns whether it was the last; else the job is READY again."""
+        last = self.uses.left(job) <= 1
+        self._move(job, DRAWN, COMMITTED if last else READY)
+        return self.uses.take(job)
 
     def back(self, job: int, reason: str, late: bool = False) -> bool:
         """A leased or drawn job did not succeed: one attempt more, or QUARANTINED.
@@ -123,6 +130,7 @@ class Ledger:
         self.attempt[job] += 1
         if self.attempt[job] >= self.max_attempts:
             self._move(job, before, QUARANTINED)
+            self.uses.give_up(job)
             return False
         self._move(job, before, PENDING)
         insort(self.late if late else self.returned, job)
@@ -132,12 +140,17 @@ class Ledger:
         return [job for job in self.reasons if self.state[job] == QUARANTINED]
 
     def snapshot(self) -> dict[str, Any]:
-        """JSON-able; what is leased, ready or drawn counts as pending, because items are never saved."""
-        done = np.frombuffer(self.state, dtype=np.uint8) == COMMITTED
+        """JSON-able; what is leased, ready or drawn counts as pending, because items are never saved.
+
+        `committed`: a bitmap of the jobs for each use, the first use first.
+        """
+        reuse = self.uses.reuse
+        done = np.frombuffer(self.uses.used, dtype=np.uint8) > np.arange(reuse)[:, None]
         open_jobs = [job for job in self.reasons if self.state[job] != COMMITTED]
         return {
             "epoch": self.epoch,
             "jobs": self.jobs,
+            "reuse": reuse,
             "committed": base64.b64encode(zlib.compress(np.packbits(done).tobytes(), 1)).decode(),
             "quarantined": {str(job): self.reasons[job] for job in self.quarantined()},
             "attempts": {str(job): self.attempt[job] for job in open_jobs},
@@ -151,12 +164,21 @@ class Ledger:
                 f"the checkpoint's ledger is of epoch {saved['epoch']} with {saved['jobs']} jobs, the plan of epoch "
                 f"{self.epoch} with {self.jobs}: resume with the plan that the run was started with"
             )
+        reuse = self.uses.reuse
+        if saved.get("reuse", 1) != reuse:
+            raise ContractError(
+                f"the checkpoint's ledger counts {saved.get('reuse', 1)} uses of each job (buffer.reuse), this run "
+                f"{reuse}: resume with the reuse that the run was started with"
+            )
         packed = np.frombuffer(zlib.decompress(base64.b64decode(saved["committed"])), dtype=np.uint8)
-        for job in np.flatnonzero(np.unpackbits(packed, count=self.jobs)).tolist():
-            self._move(job, PENDING, COMMITTED)
+        used = np.unpackbits(packed, count=reuse * self.jobs).reshape(reuse, self.jobs).sum(axis=0)
+        for job in np.flatnonzero(used).tolist():
+            if self.uses.take(job, int(used[job])):
+                self._move(job, PENDING, COMMITTED)
         for name, attempts in saved["attempts"].items():
             self.attempt[int(name)] = attempts
             self.reasons[int(name)] = saved["reasons"][name]
         for name in saved["quarantined"]:
             self._move(int(name), PENDING, QUARANTINED)
+            self.uses.give_up(int(name))
         self.late = sorted(late)

@@ -56,6 +56,12 @@ def excess_of_order(buckets: Ints, window: int) -> float:
     return float(excess(pairs, float((shares**2).sum())))
 
 
+def whole_windows(order: Ints, window: int) -> Ints:
+    """The jobs of an order of draws without those of short windows (filled up with -1, or the last one)."""
+    windows = order[: len(order) // window * window].reshape(-1, window)
+    return windows[(windows >= 0).all(axis=1)].ravel()
+
+
 def single_bucket_chance(counts: Sequence[int], k: int) -> float:
     """P(k draws without refill are all of one bucket) = sum_b C(n_b, k) / C(n, k)."""
     return sum(comb(n, k) for n in counts) / comb(sum(counts), k)
@@ -76,7 +82,7 @@ def variance_factor(window: int, r: float) -> float:
     return 1 + (window - 1) * r
 
 
-def warnings_of_plan(buckets: Ints, order: str, window: int, min_fill: int, seed: int = 0) -> list[str]:
+def warnings_of_plan(buckets: Ints, order: str, window: int, min_fill: int, seed: int = 0, reuse: int = 1) -> list[str]:
     """What a user should know before training: windows that will not be mixed, with the numbers.
 
     buckets: [J] in plan order, drawn here through a simulated buffer at its min fill.
@@ -91,7 +97,10 @@ def warnings_of_plan(buckets: Ints, order: str, window: int, min_fill: int, seed
     if len(buckets) > 100_000:  # ten stretches stand for a large plan: a sorted one shows all its buckets in them
         starts = np.linspace(0, len(buckets) - 10_000, 10).astype(np.int64)
         buckets = buckets[(starts[:, None] + np.arange(10_000)).ravel()]
-    r = excess_of_order(buckets[simulate_draws(len(buckets), window, min_fill, seed, 0)], window) if kinds > 1 else 0.0
+    r = 0.0
+    if kinds > 1:
+        drawn = simulate_draws(len(buckets), window, min_fill, seed, 0, reuse=reuse)
+        r = excess_of_order(buckets[whole_windows(drawn, window)], window)
     if r > ALARM_R:
         lines.append(
             f"windows will not be mixed: r = {r:.2f} (alarm {ALARM_R}) with order: {order}, window {window}, min_fill "
@@ -114,13 +123,13 @@ def percentile(histogram: Counter[int], share: float) -> int:
 class Meter:
     """Measures the mixing of one epoch's windows as they are drawn."""
 
-    def __init__(self, bucket_counts: Sequence[int], window: int) -> None:
+    def __init__(self, bucket_counts: Sequence[int], windows: int) -> None:
+        """`bucket_counts`: jobs of each bucket; `windows`: how many windows the epoch is expected to have."""
         jobs = max(sum(bucket_counts), 1)
         self._shares = [c / jobs for c in bucket_counts]
         self._chance = same_bucket_chance(self._shares)
-        self._windows_expected = -(-jobs // window)
-        edge = max(int(self._windows_expected * EDGE_SHARE), 1)
-        self._first, self._last = edge, self._windows_expected - edge
+        edge = max(int(windows * EDGE_SHARE), 1)
+        self._first, self._last = edge, windows - edge
         self.windows = 0
         self.items = 0
         self.forced = 0
@@ -131,6 +140,7 @@ class Meter:
         self.measured = 0
         self.last_r = 0.0
         self.ages: Counter[int] = Counter()
+        self.gaps: Counter[int] = Counter()
         self._age_of_bucket = [0] * len(self._shares)
         self._drawn_of_bucket = [0] * len(self._shares)
         self._early = [0] * len(self._shares)
@@ -159,6 +169,10 @@ class Meter:
         self.windows += 1
         return self.last_r
 
+    def use(self, gap: int) -> None:
+        """An item is used `gap` windows after its last use; 0: for the first time."""
+        self.gaps[gap] += gap > 0
+
     def _drift(self, counts: list[int]) -> float:
         """Largest difference between a bucket's share in these windows and in the plan."""
         n = sum(counts)
@@ -176,6 +190,8 @@ class Meter:
             "age_p50": percentile(self.ages, 0.5),
             "age_p99": percentile(self.ages, 0.99),
             "age_max": max(self.ages, default=0),
+            "use_gap_p50": percentile(self.gaps, 0.5),
+            "use_gap_min": min((gap for gap in self.gaps if gap), default=0),
             "forced_share": self.forced / max(self.items, 1),
             "drift_first": self._drift(self._early),
             "drift_last": self._drift(self._late),

@@ -102,7 +102,7 @@ def plan_epoch(lengths: Ints, anchors: Ints, params: PlanParams, epoch: int) -> 
     new_id[ranking] = np.arange(jobs)
     plan = _assemble(lengths, anchors, p, epoch, stream, new_id[job_of], kind[ranking])
     if p.draw == "planned":
-        plan.draw_order = simulate_draws(jobs, p.window, p.min_fill, p.seed, epoch, p.max_age)
+        plan.draw_order = simulate_draws(jobs, p.window, p.min_fill, p.seed, epoch, p.max_age, p.reuse)
     return plan
 
 

@@ -32,13 +32,18 @@ WAIT_PLAN = Wait("consumer_wait_plan")
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The items of one optimizer step. `number` counts the epoch's draws; `parts` deals the jobs to drafters."""
+    """The items of one optimizer step. `number` counts the epoch's draws; `parts` deals the jobs to drafters.
+
+    `uses`: which use (0-based) of each job this is. `last`: the jobs whose room is free after it.
+    """
 
     step: int
     epoch: int
     number: int
     jobs: tuple[int, ...]
     parts: tuple[tuple[int, ...], ...]
+    uses: dict[int, int]
+    last: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +58,7 @@ class FlowSettings:
     dispatch: str = "shared"
     queue: str = "buffered"
     draw: str = "live"
+    reuse: int = 1
     max_age: int | None = None
     max_attempts: int = 3
     on_poison: str = "stop"
@@ -85,6 +91,7 @@ class FlowSettings:
             dispatch=config.buffer.dispatch,
             queue=config.buffer.queue,
             draw=config.buffer.draw,
+            reuse=config.buffer.reuse,
             max_age=config.buffer.max_age,
             max_attempts=config.runtime.max_attempts,
             on_poison=config.runtime.on_poison,

@@ -28,6 +28,7 @@ def plan_of_jobs(
     window: int = 8,
     min_fill: int = 10,
     seed: int = 0,
+    reuse: int = 1,
 ) -> EpochPlan:
     """A plan of jobs of one row each, given by their buckets: for simulations and tests."""
     n = len(buckets)
@@ -43,6 +44,7 @@ def plan_of_jobs(
         window=window,
         min_fill=min_fill,
         item_bytes=1,
+        reuse=reuse,
         seed=seed,
     )
     arrays: dict[str, Any] = {
@@ -57,7 +59,7 @@ def plan_of_jobs(
         "nbytes": np.asarray(np.broadcast_to(np.asarray(nbytes), (n,)), dtype=np.int64),
     }
     if draw == "planned":
-        arrays["draw_order"] = simulate_draws(n, window, min_fill, seed, epoch)
+        arrays["draw_order"] = simulate_draws(n, window, min_fill, seed, epoch, reuse=reuse)
     return EpochPlan(params, epoch, arrays)
 
 

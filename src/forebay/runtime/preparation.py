@@ -74,7 +74,8 @@ class Preparation:
             window=config.optim.window,
             min_fill=config.buffer.min_fill,
             max_age=config.buffer.max_age,
-            item_bytes=plan.token_budget * width * state_bytes + host_bytes(shape),
+            item_bytes=plan.token_budget * width * state_bytes + host_bytes(shape, config.buffer.reuse),
+            reuse=config.buffer.reuse,
             seed=config.seed,
             data_fingerprint=train.fingerprint,
         )
@@ -113,7 +114,7 @@ class Preparation:
     def mixing_warnings(self, plan: EpochPlan) -> list[str]:
         """Why windows of this plan will not be mixed, if they will not."""
         p = self.params
-        return warnings_of_plan(plan.buckets, p.order, p.window, p.min_fill, p.seed)
+        return warnings_of_plan(plan.buckets, p.order, p.window, p.min_fill, p.seed, p.reuse)
 
     def check(self, jobs: int) -> list[str]:
         """Raise ConfigError where the buffer cannot work with such items (G3); returns warnings."""
@@ -126,6 +127,7 @@ class Preparation:
             len(self.config.runtime.targets),
             jobs,
             buffer.max_age,
+            buffer.reuse,
         )
 
     @property
