@@ -4,7 +4,7 @@ BIN := .venv/bin
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: env demo test interop fuzz soak lint format clean
+.PHONY: env demo test interop engine fuzz soak lint format clean
 
 env: .venv/.ready
 
@@ -26,6 +26,11 @@ interop:
 	scripts/interop_env.sh
 	.venv-interop/bin/python -m pytest tests/interop
 
+# our exports served by a real vLLM on the CPU, in an environment of its own (exit 3: not to be had)
+engine: env
+	FOREBAY_ENGINE_PYTHON=$$(scripts/engine_env.sh) && export FOREBAY_ENGINE_PYTHON && \
+	$(BIN)/python -m pytest tests/engine
+
 # 10,000 mutated input files through prepare
 fuzz: env
 	$(BIN)/python tests/fuzz_prepare.py 10000
@@ -45,4 +50,4 @@ format: env
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf .venv .venv-interop dist build
+	rm -rf .venv .venv-interop .venv-engine dist build

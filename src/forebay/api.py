@@ -6,10 +6,12 @@ a `forebay.errors.ForebayError` with the fix. Nothing heavy is imported before a
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -266,15 +268,41 @@ def check(
     prompts: PathLike | None = None,
     limit: int | None = 16,
     max_new_tokens: int = 48,
+    engine: str | None = None,
+    engine_python: PathLike | None = None,
 ) -> dict[str, Any]:
-    """Will an engine agree? Contract field by field, our loop, then the installed peers' own code; `ok` sums it up."""
+    """Will an engine agree? Contract field by field, our loop, then the installed peers' own code; `ok` sums it up.
+
+    `engine`: "vllm" drives the vLLM that is installed for `engine_python` (default: FOREBAY_ENGINE_PYTHON, then this
+    Python) over the same prompts; what it says is under "engine". EngineError: there is none, or none that can.
+    """
     from forebay.decode.check import check_drafter
     from forebay.models.load import load_model, load_tokenizer
 
     where = _target(target, gguf_file, "float32")
+    if engine is not None:
+        from forebay.engine.process import require_engine
+
+        require_engine(engine, where, engine_python)
     ids = prompts_of(load_tokenizer(where), store, prompts, limit)
-    report = check_drafter(drafter, load_model(where), ids, target_folder=target, max_new_tokens=max_new_tokens)
+    model = load_model(where)
+    report = check_drafter(drafter, model, ids, target_folder=target, max_new_tokens=max_new_tokens)
     _warn(report["notes"])
+    if engine is not None:
+        from forebay.engine.agreement import check_engine
+
+        with _exported(drafter, target) as folder:
+            said = check_engine(
+                folder,
+                target,
+                model,
+                ids,
+                report["accept_length"],
+                max_new_tokens=max_new_tokens,
+                python=engine_python,
+            )
+        _warn([f"{said['engine']}: {line}" for line in [*said["disagreements"], *said["faults"]]])
+        report |= {"engine": said, "ok": report["ok"] and said["agrees"]}
     return report
 
 
@@ -283,6 +311,17 @@ def _warn(notes: Sequence[str]) -> None:
 
     for note in notes:
         say(f"warning: {note}")
+
+
+@contextlib.contextmanager
+def _exported(drafter: PathLike, target: PathLike) -> Iterator[Path]:
+    """The folder that an engine can load: `drafter` itself, or an export of the run or checkpoint that it is."""
+    folder = Path(drafter)
+    if (folder / "config.json").is_file():
+        yield folder
+        return
+    with tempfile.TemporaryDirectory() as place:
+        yield Path(export(folder, Path(place) / "drafter", target=target))
 
 
 def load_drafter(source: PathLike, **options: Any) -> Any:

@@ -162,6 +162,8 @@ def build_parser() -> Parser:
     p.add_argument("--prompts", metavar="FILE")
     p.add_argument("--limit", type=int, default=16, metavar="N")
     p.add_argument("--max-new-tokens", type=int, default=48, metavar="N")
+    p.add_argument("--engine", choices=["vllm"], help="serve the prompts by the engine that is installed, too")
+    p.add_argument("--engine-python", metavar="PATH", help="its Python; default: FOREBAY_ENGINE_PYTHON, then this one")
     p.add_argument("--json", action="store_true")
 
     p = _command(commands, "status", "what a run is doing, from outside", _status)
@@ -322,6 +324,8 @@ def _check(a: argparse.Namespace) -> int:
         prompts=a.prompts,
         limit=a.limit,
         max_new_tokens=a.max_new_tokens,
+        engine=a.engine,
+        engine_python=a.engine_python,
     )
     _out(report, a.json)
     return 0 if report.get("ok", True) else 1

@@ -11,9 +11,10 @@ SOURCE = Path(__file__).parents[2] / "src" / "forebay"
 #: What each room may import, besides itself and `errors`, `config`.
 LOWER = {
     "cli": {"api", "bench", "data", "environment", "observe"},
-    "api": {"bench", "runtime", "stages", "models", "decode", "io", "cost", "observe", "data", "flow"},
-    "bench": {"runtime", "stages", "models", "decode", "io", "cost", "observe", "data", "flow"},
-    "runtime": {"stages", "models", "decode", "io", "cost", "observe", "data", "flow"},
+    "api": {"bench", "runtime", "engine", "stages", "models", "decode", "io", "cost", "observe", "data", "flow"},
+    "bench": {"runtime", "engine", "stages", "models", "decode", "io", "cost", "observe", "data", "flow"},
+    "runtime": {"engine", "stages", "models", "decode", "io", "cost", "observe", "data", "flow"},
+    "engine": {"environment", "models", "decode", "io", "observe", "data", "flow"},
     "stages": {"models", "decode", "io", "cost", "observe", "data", "flow"},
     "models": {"io", "cost", "observe", "data", "flow"},
     "decode": {"models", "io", "observe", "data", "flow"},

@@ -14,11 +14,16 @@ from typing import Any
 from forebay.models.spec import DrafterSpec
 
 
+def vllm_config(spec: DrafterSpec, drafter: str, drafts: int | None = None) -> dict[str, Any]:
+    """vLLM's speculative_config. `drafts`: tokens to draft each round, if other than the block has slots for."""
+    return {"method": "dflash", "model": drafter, "num_speculative_tokens": drafts or spec.scored_slots}
+
+
 def engine_commands(
     spec: DrafterSpec, *, format: str = "zlab", drafter: str = "DRAFTER", target: str = "TARGET"
 ) -> dict[str, str]:
     """One command or snippet per engine that reads `format`."""
-    vllm = json.dumps({"method": "dflash", "model": drafter, "num_speculative_tokens": spec.scored_slots})
+    vllm = json.dumps(vllm_config(spec, drafter))
     commands = {"vllm": f"vllm serve {target} --speculative-config '{vllm}'"}
     if format == "zlab" and not spec.sample_from_anchor:
         commands["sglang"] = (
