@@ -70,7 +70,36 @@ BASE: list[dict[str, Any]] = [
     },
     {**R0, "regenerated": {"prompt": "x", "by": {"template_kwargs": {}, "raw": True}}, "finish_reason": "length"},
     {"text": "Q: hi A: one two three"},
+    {"instruction": "do it", "input": "now", "output": "one two three", "history": [["a", "b c"]], "system": "x"},
+    {"query": "hi", "response": "one two", "history": [{"role": "user", "content": "a"}]},
+    {"prompt": "hi", "chosen": "one two", "rejected": "three"},
+    {"chosen": R0["messages"], "rejected": R0["messages"]},
+    {"chosen": "\n\nHuman: a\n\nAssistant: b c", "rejected": "\n\nHuman: a\n\nAssistant: d"},
+    {"prompt": {"text": "a", "role": "prompter", "replies": [{"text": "b c", "role": "assistant", "rank": 0}]}},
+    {"row_idx": 0, "row": {"conversation": [{"human": "a", "assistant": "b c"}]}},
+    {"conversations": {"from": ["human", "gpt"], "value": ["a", "b c"]}},
+    {
+        "custom_id": "r1",
+        "response": {
+            "body": {"choices": [{"message": {"role": "assistant", "content": "b"}, "finish_reason": "stop"}]}
+        },
+        "error": None,
+    },
+    {"custom_id": "r1", "body": {"messages": R0["messages"][:1]}},
+    {
+        "messages": [
+            {"from": "human", "value": "a"},
+            {"from": "function_call", "value": '{"name": "f", "arguments": {}}'},
+            {"from": "observation", "value": {"a": [1]}},
+            {"role": "assistant", "content": [{"type": "thinking", "thinking": "m"}, {"type": "text", "text": "b"}]},
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {"a": 1}}]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": "4"}]},
+            {"role": "assistant", "content": "it is 4", "reasoning": "so"},
+            {"role": "narrator", "content": "the end"},
+        ]
+    },
 ]
+REQUEST = {"custom_id": "r1", "body": {"messages": R0["messages"][:1], "tools": [{"function": {"name": "f"}}]}}
 
 
 def wrong_types(value: Any, draw: random.Random) -> Any:
@@ -128,6 +157,13 @@ def make_file(folder: Path, seed: int) -> Path:
         text = "[" + ",\n".join(lines) + "]" if kind == "json" and draw.random() < 0.5 else "\n".join(lines) + "\n"
         if kind == "json" and draw.random() < 0.3:
             text = json.dumps(rows, indent=1)
+        elif kind == "json" and draw.random() < 0.5:
+            wrapper = {
+                "version": 1,
+                draw.choice(["data", "rows", "conversations", "x"]): rows,
+                "more": draw.choice(ODD),
+            }
+            text = json.dumps(wrapper, indent=draw.choice([None, 1]))
         data = text.encode()
     if kind == "jsonl.gz":
         data = gzip.compress(data, mtime=0)
@@ -160,6 +196,7 @@ def table_bytes(kind: str) -> bytes:
 def check(files: list[Path], folder: Path, tokenizer: Any) -> tuple[int, int]:
     """Prepare some files; returns rows and kept rows. Raises AssertionError where a row is neither kept nor counted."""
     good = write_jsonl(folder / "000.jsonl", [R0])
+    requests = write_jsonl(folder / "requests" / "000.jsonl", [REQUEST])
     with contextlib.suppress(ForebayError):
         prepare(
             [good, *files],
@@ -168,6 +205,7 @@ def check(files: list[Path], folder: Path, tokenizer: Any) -> tuple[int, int]:
             heldout_share=0.0,
             template_kwargs={},
             text_separator=" A:",
+            requests=[requests],
             max_unsupervised=1.0,
             workers=1,
             progress=False,

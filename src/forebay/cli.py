@@ -64,6 +64,16 @@ def _target_options(parser: Parser, required: bool = True) -> None:
     parser.add_argument("--gguf-file", metavar="NAME", help="the GGUF file in it, if it holds several")
 
 
+def _field_option(parser: Parser) -> None:
+    parser.add_argument(
+        "--field",
+        action="append",
+        default=[],
+        metavar="NAME=THEIRS",
+        help="rows have the field NAME of a layout under another name, e.g. messages=dialogue",
+    )
+
+
 def build_parser() -> Parser:
     parser = Parser(prog="forebay", description="Train DFlash drafters for speculative decoding.")
     parser.add_argument("--version", action="version", version=f"forebay {__version__}")
@@ -89,6 +99,8 @@ def build_parser() -> Parser:
     p.add_argument("--chat-template", metavar="FILE", help="a Jinja file in place of the tokenizer's own template")
     p.add_argument("--split-turns", action="store_true", help="one row per assistant turn, as it was when answered")
     p.add_argument("--text-separator", metavar="TEXT", help="rows with ready `text`: what stands before each answer")
+    p.add_argument("--requests", action="append", metavar="FILE", help="requests of a batch whose answers are given")
+    _field_option(p)
     p.add_argument("--max-unsupervised", type=float, default=0.05, metavar="S", help="stop above this share of rows")
     p.add_argument("--on-policy", type=int, default=0, metavar="N", help="let the target continue N rows and compare")
     p.add_argument("--strict", action="store_true", help="stop on any dropped row")
@@ -111,6 +123,7 @@ def build_parser() -> Parser:
     p.add_argument("--retries", type=int, default=3, metavar="N", help="of a request to the endpoint")
     p.add_argument("--on-fail", choices=["skip", "stop"], default="skip", help="when all retries of a prompt failed")
     p.add_argument("--api-key", metavar="KEY")
+    _field_option(p)
     p.add_argument("--template-arg", action="append", default=[], metavar="key=value")
     p.add_argument("--json", action="store_true")
 
@@ -183,12 +196,16 @@ def _out(value: Any, as_json: bool, text: str | None = None) -> None:
 def _template_args(items: Sequence[str]) -> dict[str, Any]:
     import yaml
 
+    return {key: yaml.safe_load(value) for key, value in _pairs("--template-arg", items).items()}
+
+
+def _pairs(option: str, items: Sequence[str]) -> dict[str, str]:
     out = {}
     for item in items:
         key, sep, value = item.partition("=")
-        if not sep:
-            raise UsageError(f"--template-arg '{item}' is not of the form key=value")
-        out[key] = yaml.safe_load(value)
+        if not sep or not key or not value:
+            raise UsageError(f"{option} '{item}' is not of the form key=value")
+        out[key] = value
     return out
 
 
@@ -221,6 +238,8 @@ def _prepare(a: argparse.Namespace) -> None:
             last_turn_only=a.last_turn_only,
             split_turns=a.split_turns,
             text_separator=a.text_separator,
+            fields=_pairs("--field", a.field),
+            requests=a.requests,
             chat_template=template,
             template_kwargs=_template_args(a.template_arg) or None,
             strict=a.strict,
@@ -228,9 +247,10 @@ def _prepare(a: argparse.Namespace) -> None:
             workers=a.workers,
         )
     except DataError:
-        stopped = Path(a.out) / "report.json"
-        if stopped.is_file():  # why it stopped is in the table
-            console.print(render(json.loads(stopped.read_text(encoding="utf-8"))))
+        file = Path(a.out) / "report.json"
+        stopped = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {"kept": 0}
+        if stopped["kept"]:  # what is wrong with some of the rows is in the table; of no row it is all in one line
+            console.print(render(stopped))
         raise
     console.print(render(report))
     _out(report, a.json, f"token store: {a.out}")
@@ -255,6 +275,7 @@ def _regenerate(a: argparse.Namespace) -> None:
         dtype=a.dtype,
         device=a.device,
         template_args=_template_args(a.template_arg),
+        fields=_pairs("--field", a.field),
         server={"timeout_s": a.timeout, "retries": a.retries, "on_fail": a.on_fail, "api_key": a.api_key},
     )
     _out(summary, a.json)

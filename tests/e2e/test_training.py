@@ -285,8 +285,8 @@ def test_a_second_process_in_the_folder_of_a_run_is_refused(configuration):
     assert first.train()["finished"]
 
 
-def test_a_store_without_held_out_prompts_is_refused_at_the_start(configuration, world, tmp_path):
-    """Not at step 100."""
+def test_a_store_without_held_out_prompts_is_refused_at_the_start(configuration, world, tmp_path, monkeypatch):
+    """Not at step 100, and before the target's weights are loaded."""
     api.prepare(
         [world / "train.jsonl"],
         tmp_path / "all",
@@ -296,8 +296,11 @@ def test_a_store_without_held_out_prompts_is_refused_at_the_start(configuration,
         progress=False,
     )
     run = configuration(data={"store": str(tmp_path / "all")})
-    with pytest.raises(ForebayError, match="no held-out part"):
+    with monkeypatch.context() as patch, pytest.raises(ForebayError, match="no held-out part"):
+        patch.setattr("forebay.models.target.Target.load", lambda *args: pytest.fail("weights were loaded first"))
         api.train(run, quiet=True)
+    with pytest.raises(ForebayError, match="no held-out part"):
+        api.plan(run)
     assert api.train(configuration(data={"store": str(tmp_path / "all")}, eval={"guard": False}), quiet=True)[
         "finished"
     ]

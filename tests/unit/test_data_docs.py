@@ -15,7 +15,7 @@ TEXT = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
 
 def test_every_reason_warning_and_key_of_the_report_is_documented(tmp_path):
     sources = "".join(path.read_text() for path in (ROOT / "src" / "forebay" / "data").glob("*.py"))
-    reasons = set(re.findall(r'(?:Drop|Unreadable)\(\s*"(\w+)"', sources)) - {"no_user_turn_at_end"}
+    reasons = set(re.findall(r'(?:Drop|Unreadable|_Unusable)\(\s*"(\w+)"', sources)) - {"no_user_turn_at_end"}
     report = prepare(
         [write_jsonl(tmp_path / "a.jsonl", [R0])], tmp_path / "s", tokenizer=toy_tokenizer(), heldout_share=0
     )
@@ -28,4 +28,4 @@ def test_the_example_rows_are_all_kept(tmp_path):
     rows = [json.loads(line) for line in re.search(r"```json\n(.*?)```", TEXT, re.DOTALL)[1].splitlines()]
     path = write_jsonl(tmp_path / "a.jsonl", rows)
     report = prepare([path], tmp_path / "s", tokenizer=family("qwen3"), heldout_share=0, text_separator="Answer:")
-    assert report["kept"] == len(rows) == 8, report["dropped_first"]
+    assert report["kept"] == len(rows) == 15, report["dropped_first"]

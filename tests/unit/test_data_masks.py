@@ -1,45 +1,17 @@
 """Masks of six model families: exactly what the target would write is supervised, nothing else."""
 
-import json
-
 import numpy as np
 import pytest
+from encoded import encode, talk, texts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from families import FAMILIES, family
-from forebay.data.encode import Encoder, EncodeSettings
-from forebay.data.readers import Record
+from forebay.data.encode import Encoder
 from forebay.data.store import eligible_anchors
 from tiny import R0, toy_tokenizer
 
 THOUGHT = "<think>\nlet me see\n</think>\n\n"
-
-
-def talk(*turns: str, system: str | None = None) -> dict:
-    roles = ["user", "assistant"] * len(turns)
-    messages = [{"role": role, "content": text} for role, text in zip(roles, turns, strict=False)]
-    return {"messages": [{"role": "system", "content": system}] * (system is not None) + messages}
-
-
-def encode(tokenizer, *rows, **options):
-    template = options.pop("template", None)
-    encoder = Encoder(
-        tokenizer, EncodeSettings(max_length=options.pop("max_length", 4096), chat_template=template, **options)
-    )
-    return encoder([Record(0, n, json.dumps(row).encode()) for n, row in enumerate(rows, 1)], 1)
-
-
-def texts(tokenizer, out) -> list[list[str]]:
-    """For every row its supervised stretches, decoded."""
-    rows, start = [], 0
-    for length in out.rows.index["length"]:
-        ids, mask = out.rows.tokens[start : start + length], out.rows.mask[start : start + length]
-        edges = np.flatnonzero(np.diff(np.concatenate([[0], mask, [0]])))
-        pairs = edges.reshape(-1, 2)
-        rows.append([tokenizer.decode(ids[a:b].tolist(), clean_up_tokenization_spaces=False).strip() for a, b in pairs])
-        start += length
-    return rows
 
 
 def said(name: str, text: str, last: bool = True) -> str:

@@ -13,7 +13,7 @@ import pytest
 import forebay.data.prepare as module
 from forebay.data import build, chunks
 from forebay.data.build import Build
-from forebay.data.overlap import NGRAM
+from forebay.data.overlap import KINDS
 from forebay.data.prepare import prepare
 from forebay.data.report import expectations, render
 from forebay.data.store import StoreWriter, TokenStore
@@ -228,7 +228,73 @@ def test_training_prompts_that_repeat_held_out_ones_are_counted(tmp_path, tokeni
         tokenizer,
         heldout=[write_jsonl(tmp_path / "h.jsonl", held)],
     )
-    assert report["overlap"] == {"ngram": NGRAM, "train_rows": 1, "first": [1]}
+    overlap = report["overlap"]
+    assert {kind: overlap[kind]["rows"] for kind in KINDS} == {"copies": 0, "passages": 1, "stock_phrases": 0}
+    [example] = overlap["passages"]["examples"]
+    assert (example["row"], example["heldout_row"]) == (1, 3) and "same long question about a forebay" in example[
+        "text"
+    ]
+
+
+def test_copies_are_counted_apart_from_passages_and_what_many_prompts_have_is_a_stock_phrase(tmp_path, tokenizer):
+    """50 rows: 10 repeat a held-out prompt, 18 share only a stock phrase with one, 2 a long passage, 20 nothing."""
+    stock = "Write a short Python function with type hints and a docstring that"
+    things = [
+        f"{verb} the {noun}" for verb in ("sorts", "prints", "counts", "joins") for noun in ("words", "rows", "keys")
+    ]
+    tale = "once there was a miller who had a pond, and the pond had a gate that nobody could ever open"
+    held = [f"{stock} {thing}" for thing in things[:10]] + [f"Go on: {tale}", "Hi"]
+    others = [f"{stock} is called f{number}, number {number * 7919}" for number in range(18)]
+    train = [*held[:9], "Hi", *others, f"What is the moral of this? {tale}", f"{tale}. Who is meant?"]
+    train += [f"{number}: {number * 104729 % 1000003} and {number * 15485863 % 32452843}?" for number in range(20)]
+
+    def rows(prompts, answer):
+        return [{"prompt": prompt, "response": f"{answer} {prompt[:5]}"} for prompt in prompts]
+
+    report = run(
+        write_jsonl(tmp_path / "a.jsonl", rows(train, "one")),
+        tmp_path / "s",
+        tokenizer,
+        heldout=[write_jsonl(tmp_path / "h.jsonl", rows(held, "two"))],
+    )
+    overlap = report["overlap"]
+    assert {kind: overlap[kind]["rows"] for kind in KINDS} == {"copies": 10, "passages": 2, "stock_phrases": 18}
+    first = {kind: overlap[kind]["examples"][0] for kind in KINDS}
+    assert (first["copies"]["row"], first["copies"]["heldout_row"]) == (1, 51)
+    assert held[0].startswith(first["copies"]["text"].strip()[:40])
+    assert (first["passages"]["row"], first["passages"]["heldout_row"]) == (29, 61)
+    assert "a miller who had a pond" in first["passages"]["text"]
+    assert "function with type hints" in first["stock_phrases"]["text"]
+    assert any("10 training rows repeat a held-out prompt" in line for line in report["expect"])
+
+
+def test_a_short_prompt_is_a_copy_only_of_its_equal(tmp_path, tokenizer):
+    held = write_jsonl(tmp_path / "h.jsonl", [{"prompt": "Hi you", "response": "one two"}])
+    train = [{"prompt": text, "response": "a b c"} for text in ("Hi you", "Hi you!", "Hi")]
+    report = run(write_jsonl(tmp_path / "a.jsonl", train), tmp_path / "s", tokenizer, heldout=[held])
+    assert report["overlap"]["copies"]["rows"] == 1 and report["overlap"]["passages"]["rows"] == 0
+    assert report["overlap"]["copies"]["examples"][0]["text"].endswith("Hi you<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_a_small_share_of_few_rows_holds_out_one_prompt_and_says_so(tmp_path, tokenizer):
+    """0.05 of 20 rows: no row's number is below it."""
+    rows = [talk(i) for i in range(100, 120)]
+    path, said = write_jsonl(tmp_path / "a.jsonl", [*rows, rows[0], {"x": 1}]), []
+    report = run(path, tmp_path / "s", tokenizer, heldout_share=1e-6, notice=said.append)
+    held, train = (TokenStore.open(tmp_path / "s" / name) for name in ("heldout", "train"))
+    assert report["splits"]["heldout"]["rows"] == len(held) >= 1 and len(held) + len(train) == 21
+    assert said == ["no row falls below --heldout-share 1e-06: the rows of one prompt are held out"]
+    assert len({tokenizer.decode(held.prompt(i)) for i in range(len(held))}) == 1
+    run(path, tmp_path / "again", tokenizer, heldout_share=1e-6)
+    assert content(tmp_path / "s") == content(tmp_path / "again")
+
+
+def test_one_prompt_cannot_be_both_held_out_and_trained_on(tmp_path, tokenizer):
+    path = write_jsonl(tmp_path / "a.jsonl", [R0] * 3)
+    with pytest.raises(DataError, match=r"the 3 rows have one prompt between them.*--heldout FILE.*--heldout-share 0"):
+        run(path, tmp_path / "s", tokenizer, heldout_share=0.05)
+    assert not (tmp_path / "s").exists()
+    assert run(path, tmp_path / "s", tokenizer, heldout_share=0)["kept"] == 3
 
 
 @pytest.mark.parametrize("at_once", [2**22, 7])

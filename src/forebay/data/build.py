@@ -7,13 +7,14 @@ Called by `data.prepare` alone.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from forebay.data.encode import Encoded
-from forebay.data.overlap import NGRAM, overlapping
+from forebay.data.overlap import overlap
 from forebay.data.report import Report
 from forebay.data.store import StoreWriter, damage, read_manifest, write_json
 from forebay.errors import UsageError
@@ -110,10 +111,11 @@ class Build:
             self.writers[name].append(rows)
             self.report.add_split(name, rows.index)
 
-    def finish(self, facts: dict[str, Any]) -> dict[str, Any]:
+    def finish(self, facts: dict[str, Any], decode: Callable[[list[int]], str]) -> dict[str, Any]:
         """Complete both stores; `facts` join their manifests. Returns what only the whole can tell."""
         self.close_shards()
-        compared = self._compare_splits()
+        shared = overlap(self.writers["train"].prompts, self.writers["heldout"].prompts, decode)
+        compared: dict[str, Any] = {"duplicates": self._duplicates(), "overlap": shared}
         compared["fingerprints"] = {name: writer.finish(facts) for name, writer in self.writers.items()}
         return compared
 
@@ -123,18 +125,6 @@ class Build:
         if report["stopped"] is None:
             self.progress_file.unlink(missing_ok=True)
 
-    def _compare_splits(self) -> dict[str, Any]:
-        """Duplicates, and training rows whose prompts overlap with held-out ones. One shard in memory at a time."""
-        held = np.unique(
-            np.concatenate([np.empty(0, np.uint64), *(grams for _, grams in self.writers["heldout"].grams())])
-        )
-        like, first = 0, []
-        for index, grams in self.writers["train"].grams():
-            rows = index["row"][overlapping(grams, index["grams"], held)]
-            like += len(rows)
-            first = (first + rows[:3].tolist())[:3]
-        return {"duplicates": self._duplicates(), "overlap": {"ngram": NGRAM, "train_rows": like, "first": first}}
-
     def _duplicates(self) -> int:
         """Rows whose content hash occurred before. Passes over a part of the hashes each bound the memory."""
         parts = 1 + self.report.total("rows") // ROWS_AT_ONCE
@@ -142,8 +132,8 @@ class Build:
         for part in range(parts):
             seen = []
             for writer in self.writers.values():
-                for index, _ in writer.grams():
-                    halves = np.ascontiguousarray(index["id"]).view(np.uint64).reshape(-1, 4)
+                for shard in writer.prompts():
+                    halves = np.ascontiguousarray(shard.index["id"]).view(np.uint64).reshape(-1, 4)
                     keys = halves[:, 0] ^ (halves[:, 1] * np.uint64(0x9E3779B97F4A7C15))
                     seen.append(keys[keys % np.uint64(parts) == part])
             keys = np.concatenate(seen)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from forebay.data.encode import Encoded, Encoder, EncodeSettings, encode_in_worker, start_worker
-from forebay.data.readers import Record, find_files, read
+from forebay.data.readers import Record, files_passed_over, find_files, read
 from forebay.errors import DataError, UsageError
 
 CHUNK_ROWS, CHUNK_BYTES = 256, 2**22
@@ -32,6 +32,7 @@ class Source:
     files: list[Path]
     heldout_from: int
     sizes: list[int]
+    passed_over: list[Path]  # files of a folder that are of no known kind
 
     @property
     def total_bytes(self) -> int:
@@ -44,13 +45,18 @@ class Source:
 
 def find_source(inputs: Any, heldout: Any) -> Source:
     """The files of `inputs` and then those of `heldout`; each is a path, or a list of paths, folders and globs."""
-    files = find_files([inputs] if isinstance(inputs, str | os.PathLike) else inputs)
-    held = find_files([heldout] if isinstance(heldout, str | os.PathLike) else heldout) if heldout is not None else []
+    files = find_files(_listed(inputs))
+    held = find_files(_listed(heldout)) if heldout is not None else []
     both = {path.resolve() for path in files} & {path.resolve() for path in held}
     if both:
         raise UsageError(f"{sorted(both)[0]} is given both for training and as held-out data: name it once")
     every = files + held
-    return Source(every, len(files), [path.stat().st_size for path in every])
+    others = files_passed_over([*_listed(inputs), *(_listed(heldout) if heldout is not None else [])])
+    return Source(every, len(files), [path.stat().st_size for path in every], others)
+
+
+def _listed(given: Any) -> list[Any]:
+    return [given] if isinstance(given, str | os.PathLike) else list(given)
 
 
 def _chunks(source: Source, skip: int) -> Iterator[list[Record]]:
@@ -74,9 +80,9 @@ def encoded_chunks(
     source: Source,
     tokenizer: Any,
     settings: EncodeSettings,
-    skip: int,
-    workers: int | None,
-    notice: Callable[[str], None],
+    skip: int = 0,
+    workers: int | None = 1,
+    notice: Callable[[str], None] = lambda text: None,
 ) -> Iterator[tuple[Encoded, Record]]:
     """Every chunk's outcome with its last record, in order. `skip` records are done already."""
     cores = os.cpu_count() or 1

@@ -1,8 +1,9 @@
 """One row of any known shape -> one conversation in the form that chat templates take, or why it cannot be used.
 
 Guarantees: nothing is guessed and nothing raises: a row of another shape is a `Drop` with a reason that the report
-counts. Documented choices (docs/data.md): roles of other dialects are renamed, turns after the last answer are cut,
-`reasoning_content` stays a field of its own, arguments of tool calls are decoded. Called by `data.encode`; pure Python.
+counts. `data.layouts` says where a row's turns are, `data.turns` what is in them; here it is decided what of them is
+used: everything up to the last answer. Turns after it are cut, and so are the first turn that cannot be used and all
+behind it, where an answer stands before. Called by `data.encode` and `stages.regenerate`; pure Python.
 """
 
 from __future__ import annotations
@@ -13,33 +14,11 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-ROLES = {
-    "system": "system",
-    "developer": "developer",
-    "user": "user",
-    "human": "user",
-    "prompter": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bot": "assistant",
-    "model": "assistant",
-    "ai": "assistant",
-    "tool": "tool",
-    "function": "tool",
-    "observation": "tool",
-}
-TURNS = ("messages", "conversations", "conversation")
-REPLIES = ("response", "completion", "output", "answer")
-KEPT_FIELDS = ("name", "tool_call_id", "tool_calls", "reasoning_content", "thinking")
+from forebay.data.layouts import TURNS, Found, find_layout, resembles, turn_list, unwrapped
+from forebay.data.turns import Drop, decoded, is_turn, messages_of, text_of
 
-
-@dataclass(slots=True)
-class Drop:
-    """Why a row is not used. `reason` is a key of the report's `dropped`."""
-
-    reason: str
-    detail: str = ""
+#: Rows that hold one of these are no ready text, also where a separator is given.
+BEFORE_TEXT = (*TURNS, "prompt", "chosen", "replies")
 
 
 @dataclass(slots=True)
@@ -48,6 +27,7 @@ class Conversation:
 
     messages: list[dict[str, Any]]
     tools: list[Any] | None = None
+    layout: str = ""  # of `data.layouts`
     finish_reason: str | None = None
     made_with: dict[str, Any] | None = None  # template arguments that `regenerate` recorded
     raw: bool = False  # the last answer is what the target wrote, letter by letter: no template made it
@@ -85,154 +65,83 @@ def _hash(value: Any) -> str:
 
 def conversation_of(row: dict[str, Any], *, text_separator: str | None = None) -> Conversation | Drop:
     """See the module. `text_separator`: in rows of ready `text`, what follows its first occurrence is supervised."""
-    if isinstance(row.get("text"), str) and not any(row.get(key) is not None for key in (*TURNS, "prompt")):
+    row = unwrapped(row)
+    if text_separator and isinstance(row.get("text"), str) and not any(row.get(key) is not None for key in BEFORE_TEXT):
         return _ready_text(row, text_separator)
-    messages = messages_of(row)
-    if isinstance(messages, Drop):
-        return messages
-    if not any(m["role"] == "assistant" for m in messages):
-        return Drop("no_assistant", f"{len(messages)} turns, none by the assistant")
+    found = find_layout(row)
+    if found is None and isinstance(row.get("text"), str) and not is_turn(row):
+        return _ready_text(row, text_separator)
+    if not isinstance(found, Found):
+        return found or _unknown(row)
+    turns = turn_list(found.turns)
+    if not turns:
+        return _unknown(row)
+    messages, fault = messages_of(turns)
     last = len(messages)
     while last and not (messages[last - 1]["role"] == "assistant" and _says_something(messages[last - 1])):
         last -= 1
     if not last:
-        return Drop("empty_assistant", "the assistant's turns are empty")
-    tools = tools_of(row)
+        if fault is not None:
+            return fault
+        if any(m["role"] == "assistant" for m in messages):
+            return Drop("empty_assistant", "the assistant's turns are empty")
+        return Drop("no_assistant", f"{len(messages)} turns, none by the assistant")
+    tools = _tools(found)
     if isinstance(tools, Drop):
         return tools
-    notes = ["turns_after_the_last_answer_cut"] if last < len(messages) else []
-    conversation = Conversation(messages[:last], tools, notes=notes)
-    conversation.finish_reason = _finish_reason(row) if last == len(messages) else None
+    whole = last == len(messages) and fault is None
+    notes = ["turns_that_cannot_be_used_cut" if fault is not None else "turns_after_the_last_answer_cut"]
+    conversation = Conversation(messages[:last], tools, layout=found.layout, notes=[] if whole else notes)
+    conversation.finish_reason = _finish_reason(found.finish_reason) if whole else None
     made = row.get("regenerated")
     made = made.get("by") if isinstance(made, dict) else None
     if isinstance(made, dict) and isinstance(made.get("template_kwargs"), dict):
         conversation.made_with = made["template_kwargs"]
-        conversation.raw = made.get("raw") is True and last == len(messages)
+        conversation.raw = made.get("raw") is True and whole
     return conversation
 
 
 def prompt_of(row: dict[str, Any]) -> Conversation | Drop:
     """What `regenerate` answers: the messages without trailing assistant turns, ending with a user's or a tool's."""
-    messages, tools = messages_of(row), tools_of(row)
-    if isinstance(messages, Drop):
-        return messages
+    row = unwrapped(row)
+    found = find_layout(row)
+    if not isinstance(found, Found):
+        return found or _unknown(row)
+    turns = turn_list(found.turns)
+    if not turns:
+        return _unknown(row)
+    (messages, fault), tools = messages_of(turns), _tools(found)
+    if fault is not None:
+        return fault
     if isinstance(tools, Drop):
         return tools
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()
     if not messages or messages[-1]["role"] not in ("user", "tool"):
         return Drop("no_user_turn_at_end", "nothing to answer")
-    return Conversation(messages, tools)
+    return Conversation(messages, tools, layout=found.layout)
 
 
-def messages_of(row: dict[str, Any]) -> list[dict[str, Any]] | Drop:
-    """The turns of a row in one form: role, content (text), and `KEPT_FIELDS` where there are any."""
-    turns = next((row[key] for key in TURNS if row.get(key) is not None), None)
-    if turns is None and row.get("prompt") is not None:
-        turns = _prompt_and_reply(row)
-    if isinstance(turns, str):
-        turns = _decoded(turns)
-    if not isinstance(turns, list) or not turns:
-        names = ", ".join(str(name)[:20] for name in list(row)[:6]) or "nothing"
-        return Drop("no_messages", f"no messages, conversations, prompt/response or text: the row has {names}")
-    messages: list[dict[str, Any]] = []
-    for number, turn in enumerate(turns, 1):
-        message = _message(turn, number)
-        if isinstance(message, Drop):
-            return message
-        messages.append(message)
-    return messages
-
-
-def tools_of(row: dict[str, Any]) -> list[Any] | Drop | None:
+def _tools(found: Found) -> list[Any] | Drop | None:
     """The tools of a row, decoded."""
-    tools = row.get("tools")
-    tools = _decoded(tools) if isinstance(tools, str) else tools
-    if tools is not None and not isinstance(tools, list):
-        return Drop("bad_tools", f"tools is a {type(tools).__name__}, not a list")
+    tools = decoded(found.tools)
+    if found.tools not in (None, "") and not isinstance(tools, list):
+        return Drop("bad_tools", f"tools is a {type(found.tools).__name__}, not a list")
     return tools or None
+
+
+def _unknown(row: dict[str, Any]) -> Drop:
+    names = ", ".join(str(name)[:20] for name in list(row)[:6]) or "nothing"
+    hint = resembles(row)
+    return Drop("no_messages", f"no layout that is known: the row has {names}" + (f"; {hint}" if hint else ""))
 
 
 def _says_something(message: dict[str, Any]) -> bool:
     return bool(message["content"].strip() or message.get("tool_calls"))
 
 
-def _message(turn: Any, number: int) -> dict[str, Any] | Drop:
-    if not isinstance(turn, dict):
-        return Drop("bad_message", f"turn {number} is a {type(turn).__name__}, not an object")
-    role = turn.get("role", turn.get("from"))
-    if not isinstance(role, str) or role.strip().lower() not in ROLES:
-        return Drop("bad_role", f"turn {number} has role {role!r}")
-    content = _content(turn.get("content", turn.get("value")))
-    if content is None:
-        return Drop("bad_content", f"turn {number} has content that is not text")
-    message: dict[str, Any] = {"role": ROLES[role.strip().lower()], "content": content}
-    for key in KEPT_FIELDS:
-        value = turn.get(key)
-        if value is None:
-            continue
-        if key == "tool_calls":
-            value = _tool_calls(value)
-            if value is None:
-                return Drop("bad_tools", f"turn {number} has tool_calls that are not a list of calls")
-        elif not isinstance(value, str):
-            return Drop("bad_content", f"turn {number} has {key} that is not text")
-        if value:
-            message[key] = value
-    return message
-
-
-def _content(value: Any) -> str | None:
-    """Text, or a list of text parts. None (no content) is the empty text; anything else has none."""
-    if value is None:
-        return ""
-    if isinstance(value, list):
-        parts = [p if isinstance(p, str) else p.get("text") if isinstance(p, dict) else None for p in value]
-        value = "".join(parts) if all(isinstance(p, str) for p in parts) else None
-    if not isinstance(value, str):
-        return None
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError:  # half of a surrogate pair: no tokenizer takes it
-        return None
-    return value
-
-
-def _tool_calls(value: Any) -> list[Any] | None:
-    """Calls with decoded arguments, as templates expect them."""
-    value = _decoded(value) if isinstance(value, str) else value
-    if not isinstance(value, list):
-        return None
-    calls = []
-    for call in value:
-        body = call.get("function", call) if isinstance(call, dict) else None
-        if not isinstance(body, dict) or not isinstance(body.get("name"), str):
-            return None
-        arguments = body.get("arguments")
-        if isinstance(arguments, str) and isinstance(_decoded(arguments), dict):
-            body = {**body, "arguments": _decoded(arguments)}
-        # Arrow tables fill the arguments of other calls with null.
-        if isinstance(body.get("arguments"), dict):
-            body = {**body, "arguments": {k: v for k, v in body["arguments"].items() if v is not None}}
-        calls.append({**call, "function": body} if "function" in call else {"type": "function", "function": body})
-    return calls
-
-
-def _prompt_and_reply(row: dict[str, Any]) -> list[Any] | None:
-    prompt, reply = row["prompt"], next((row[key] for key in REPLIES if key in row), None)
-    turns = list(prompt) if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
-    if isinstance(row.get("system"), str):
-        turns.insert(0, {"role": "system", "content": row["system"]})
-    if isinstance(reply, list):
-        return [*turns, *reply]
-    if any(key in row for key in REPLIES):
-        thought = {"reasoning_content": row["reasoning_content"]} if row.get("reasoning_content") else {}
-        turns.append({"role": "assistant", "content": reply, **thought})
-    return turns
-
-
 def _ready_text(row: dict[str, Any], separator: str | None) -> Conversation | Drop:
-    text = _content(row["text"])
+    text = text_of(row["text"])
     if text is None:
         return Drop("bad_content", "text is not text")
     if not separator:
@@ -243,18 +152,12 @@ def _ready_text(row: dict[str, Any], separator: str | None) -> Conversation | Dr
     start = at + len(separator)
     if not text[start:].strip():
         return Drop("empty_assistant", "nothing follows the separator")
-    return Conversation([], finish_reason=_finish_reason(row), text=text, text_start=start)
+    return Conversation(
+        [], layout="text", finish_reason=_finish_reason(row.get("finish_reason")), text=text, text_start=start
+    )
 
 
-def _finish_reason(row: dict[str, Any]) -> str | None:
-    reason = row.get("finish_reason")
+def _finish_reason(reason: Any) -> str | None:
     if reason is None or (isinstance(reason, str) and re.fullmatch(r"\w{1,24}", reason, re.ASCII)):
         return reason
     return "other"
-
-
-def _decoded(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None

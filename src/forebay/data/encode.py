@@ -15,9 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from forebay.data.conversation import Conversation, Drop, conversation_of
-from forebay.data.overlap import gram_hashes
-from forebay.data.readers import Record, Unreadable, parse
+from forebay.data.conversation import Conversation, Drop
+from forebay.data.overlap import prompt_hashes
+from forebay.data.readers import Record
+from forebay.data.rows import RowReader, RowSettings
 from forebay.data.store import INDEX, Rows, eligible_anchors
 from forebay.data.template import ChatTemplate, Rendered
 from forebay.errors import DataError
@@ -34,7 +35,7 @@ class EncodeSettings:
     chat_template: str | None = None
     last_turn_only: bool = False
     split_turns: bool = False
-    text_separator: str | None = None
+    rows: RowSettings = field(default_factory=RowSettings)
 
 
 @dataclass
@@ -54,6 +55,7 @@ class Encoder:
 
     def __init__(self, tokenizer: Any, settings: EncodeSettings):
         self.tokenizer, self.settings = tokenizer, settings
+        self.reader = RowReader(settings.rows)
         self.template = ChatTemplate(
             tokenizer,
             settings.template_kwargs,
@@ -69,7 +71,9 @@ class Encoder:
     def __call__(self, records: list[Record], first_row: int) -> Encoded:
         """Encode one chunk; `first_row` is the number of its first record."""
         drops: list[tuple[int, int, int, str, str]] = []
-        notes: dict[str, Counter[str]] = {"warnings": Counter(), "finish_reasons": Counter(), "counts": Counter()}
+        notes: dict[str, Counter[str]] = {
+            group: Counter() for group in ("warnings", "finish_reasons", "layouts", "counts")
+        }
         ready: list[tuple[int, Record, Conversation, Rendered]] = []
         for row, record in enumerate(records, first_row):
             rendered = self._render(record, row)
@@ -93,6 +97,7 @@ class Encoder:
             out_grams.append(gram)
             splits.append(conversation.split_key)
             notes["warnings"].update(set(one.notes) | set(conversation.notes))
+            notes["layouts"][conversation.layout] += 1
             notes["finish_reasons"][conversation.finish_reason or "unknown"] += 1
             notes["counts"].update(truncated=int(cut), thinking=int(one.thinking))
             if len(preview) < 2:
@@ -114,10 +119,7 @@ class Encoder:
         return Encoded(rows, np.array(splits), len(records), named, notes, preview)
 
     def _render(self, record: Record, number: int) -> tuple[Conversation, list[Rendered]] | Drop:
-        row = parse(record.payload)
-        if isinstance(row, Unreadable):
-            return Drop(row.reason, row.detail)
-        conversation = conversation_of(row, text_separator=self.settings.text_separator)
+        conversation = self.reader.conversation(record)
         if isinstance(conversation, Drop):
             return conversation
         made, asked = conversation.made_with, self.settings.template_kwargs
@@ -145,9 +147,9 @@ class Encoder:
 
     def _grams(self, texts: list[str]) -> list[np.ndarray]:
         if self._backend is None:
-            return [gram_hashes(np.array(self._plain_ids(text), np.int64)) for text in texts]
+            return [prompt_hashes(np.array(self._plain_ids(text), np.int64)) for text in texts]
         encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
-        return [gram_hashes(np.array(e.ids, np.int64)) for e in encodings]
+        return [prompt_hashes(np.array(e.ids, np.int64)) for e in encodings]
 
     def _row(
         self, one: Rendered, ids: np.ndarray, offsets: np.ndarray | None

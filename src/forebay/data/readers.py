@@ -3,12 +3,12 @@
 Guarantees: memory does not grow with the size of a file; the order is that of the arguments, then of the names, then
 of the rows; every record carries its file and line (row number for Parquet and Arrow); what cannot be read becomes a
 record that says why, and reading goes on with the next line, or the next file. JSON lines are passed on as bytes:
-parsing them (`parse`) is the workers' part. Called by `data.prepare` and `stages.regenerate`. Knows no conversations.
+parsing them (`parse`) is the workers' part. Called by `data.prepare` and `stages.regenerate`. What a row means is the
+matter of `data.conversation`; only where a JSON file keeps its rows in a wrapper is decided by `data.layouts`.
 """
 
 from __future__ import annotations
 
-import codecs
 import glob
 import gzip
 import json
@@ -19,12 +19,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from forebay.data.turns import is_turn
+from forebay.data.values import Broken, Values
 from forebay.errors import UsageError
 
 MAX_LINE_BYTES = 256 * 2**20  # one record; a longer one is a broken file, and would not fit a model either
-BLOCK_BYTES = 2**20
 LINES = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".ndjson.gz", ".json.gz")
 TABLES = (".parquet", ".arrow")
+#: Files that say something about a data set, and hold no rows of it.
+OWN = {"dataset_info.json", "dataset_dict.json", "dataset_infos.json", "state.json", "report.json", "manifest.json"}
 
 
 @dataclass(slots=True)
@@ -49,15 +52,9 @@ def find_files(inputs: Iterable[str | os.PathLike[str]]) -> list[Path]:
     """The files behind paths, directories and globs, each once. Raises UsageError for one that names nothing."""
     found: dict[Path, None] = {}
     for given in inputs:
-        path = Path(given)
-        if path.is_dir():
-            files = _files_of(path)
-        elif path.is_file():
-            files = [path]
-        else:
-            files = [p for name in sorted(glob.glob(str(given), recursive=True)) for p in _expand(Path(name))]
+        files = [file for path in _named(given) for file in ([path] if path.is_file() else _files_of(path))]
         if not files:
-            kind = "folder holds no" if path.is_dir() else "path names no"
+            kind = "folder holds no" if Path(given).is_dir() else "path names no"
             raise UsageError(f"{given}: this {kind} file of conversations ({', '.join((*LINES[:3], *TABLES))})")
         found.update(dict.fromkeys(files))
     if not found:
@@ -65,28 +62,44 @@ def find_files(inputs: Iterable[str | os.PathLike[str]]) -> list[Path]:
     return list(found)
 
 
-def _expand(path: Path) -> list[Path]:
-    return _files_of(path) if path.is_dir() else [path]
+def files_passed_over(inputs: Iterable[str | os.PathLike[str]]) -> list[Path]:
+    """The files of folders among `inputs` that `find_files` leaves out because of their kind."""
+    folders = [path for given in inputs for path in _named(given) if path.is_dir()]
+    return [entry for folder in folders for entry in _entries(folder) if not _is_known(entry)]
 
 
-def _files_of(folder: Path) -> list[Path]:
-    """A `datasets` folder names its files in order; in any other folder they are sorted by name."""
-    state = folder / "state.json"
-    if state.is_file():
-        try:
-            names = [entry["filename"] for entry in json.loads(state.read_text(encoding="utf-8"))["_data_files"]]
-            if all((folder / name).is_file() for name in names):
-                return [folder / name for name in names]
-        except (ValueError, KeyError, TypeError):
-            pass  # not that kind of state.json: an ordinary folder
-    own = {"dataset_info.json", "dataset_dict.json", "state.json", "report.json", "manifest.json"}
+def _named(given: str | os.PathLike[str]) -> list[Path]:
+    path = Path(given)
+    return [path] if path.exists() else [Path(name) for name in sorted(glob.glob(str(given), recursive=True))]
+
+
+def _is_known(path: Path) -> bool:
+    return path.name.lower().endswith((*LINES, *TABLES))
+
+
+def _entries(folder: Path) -> list[Path]:
+    """The files of a folder and of those in it, sorted by name, without hidden ones and those of a library's own."""
     files: list[Path] = []
     for entry in sorted(folder.iterdir()):
         if entry.is_dir() and not entry.name.startswith("."):
-            files += _files_of(entry)
-        elif entry.is_file() and entry.name not in own and entry.name.lower().endswith((*LINES, *TABLES)):
+            files += _saved_dataset(entry) or _entries(entry)
+        elif entry.is_file() and entry.name not in OWN and not entry.name.startswith("."):
             files.append(entry)
     return files
+
+
+def _saved_dataset(folder: Path) -> list[Path] | None:
+    """The files that a `datasets` folder names, in its order; None for any other folder."""
+    try:
+        state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        names = [entry["filename"] for entry in state["_data_files"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return [folder / name for name in names] if all((folder / name).is_file() for name in names) else None
+
+
+def _files_of(folder: Path) -> list[Path]:
+    return _saved_dataset(folder) or [entry for entry in _entries(folder) if _is_known(entry)]
 
 
 def read(files: list[Path]) -> Iterator[Record]:
@@ -131,8 +144,13 @@ def _shape(path: Path, opener: Any) -> str:
         return "empty"
     if path.name.lower().removesuffix(".gz").endswith((".jsonl", ".ndjson")):
         return "lines"
-    first = head.split(b"\n", 1)[0].strip()
-    return "values" if first == b"{" or head[:1] == b"[" else "lines"
+    if head.split(b"\n", 1)[0].strip() == b"{" or head[:1] == b"[":
+        return "values"
+    with opener(path, "rb") as file:
+        try:
+            return "lines" if Values(file).rows_begin() is None else "values"
+        except Broken:
+            return "lines"
 
 
 def _lines(number: int, file: IO[bytes]) -> Iterator[Record]:
@@ -156,49 +174,13 @@ def _lines(number: int, file: IO[bytes]) -> Iterator[Record]:
 
 
 def _values(number: int, file: IO[bytes]) -> Iterator[Record]:
-    """The objects of a JSON array, or objects one after the other, decoded from a buffer that holds one at a time."""
-    decoder, utf8 = json.JSONDecoder(), codecs.getincrementaldecoder("utf-8")()
-    text, line, done, ended, depth = "", 1, 0, False, 0
-
-    def problem(detail: str) -> Record:
-        return Record(number, line, Unreadable("parse_error", detail), done)
-
-    while True:
-        rest = text.lstrip(" \t\r\n,\ufeff")
-        if not depth and rest[:1] == "[":
-            depth, rest = 1, rest[1:].lstrip()
-        line += text.count("\n", 0, len(text) - len(rest))
-        text = rest
-        if depth and text[:1] == "]":
-            if (text + file.read(64).decode("utf-8", "replace"))[1:].strip():
-                yield problem("more text after the end of the array")
-            return
-        fault = "cut off"
-        if text:
-            try:
-                value, end = decoder.raw_decode(text)
-                if end < len(text) or ended:
-                    yield Record(number, line, value if isinstance(value, dict) else _not_an_object(value), done)
-                    line += text.count("\n", 0, end)
-                    text = text[end:]
-                    continue
-            except (ValueError, RecursionError) as error:
-                fault = _parse_error(error).detail
-        if ended:
-            if text or depth:
-                yield problem(fault)
-            return
-        if len(text) > MAX_LINE_BYTES:
-            yield problem("a value that does not end")
-            return
-        # Read as much again as is held, so that a long value is not decoded from its start for every block.
-        block = file.read(max(BLOCK_BYTES, len(text)))
-        done, ended = done + len(block), not block
-        try:
-            text += utf8.decode(block, final=ended)
-        except UnicodeDecodeError as error:
-            yield problem(f"not UTF-8 after this line: {error.reason}")
-            return
+    stream = Values(file)
+    try:
+        for line, value, done in stream:
+            row = value if isinstance(value, dict) else _not_an_object(value)
+            yield Record(number, line, row, done)
+    except Broken as error:
+        yield Record(number, stream.line, Unreadable("parse_error", str(error)), stream.done)
 
 
 def _table(number: int, path: Path, batches: Any) -> Iterator[Record]:
@@ -210,10 +192,17 @@ def _table(number: int, path: Path, batches: Any) -> Iterator[Record]:
             batch.validate(full=True)  # offsets in a damaged file point anywhere, and reading by them ends the process
             for value in batch.to_pylist():
                 row += 1
-                yield Record(number, row, value, done)
+                yield Record(number, row, _without_nulls(value), done)
     except (pyarrow.ArrowException, ValueError, OSError, OverflowError, MemoryError) as error:
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
         yield Record(number, row, Unreadable("unreadable_file", f"after row {row}: {text}"))
+
+
+def _without_nulls(value: Any) -> Any:
+    """A table gives every struct the fields of all: those that a row does not have are null."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _parquet_batches(path: Path) -> Iterator[tuple[int, Any]]:
@@ -263,5 +252,8 @@ def _parse_error(error: Exception) -> Unreadable:
     return Unreadable("parse_error", f"not JSON: {str(error).splitlines()[0]}")
 
 
-def _not_an_object(value: Any) -> Unreadable:
+def _not_an_object(value: Any) -> dict[str, Any] | Unreadable:
+    """A conversation may be its list of turns alone."""
+    if isinstance(value, list) and value and is_turn(value[0]):
+        return {"messages": value}
     return Unreadable("parse_error", f"a JSON {type(value).__name__} where an object {{...}} was expected")

@@ -3,9 +3,7 @@
 Guarantees: rows = kept + the sum of dropped, by reason, each with its first row numbers; a store in which nothing, or
 everything, or too little is supervised is never finished. Called by `data.prepare`; printed by the command line.
 
-Keys of report.json: rows, kept, dropped, dropped_first, samples, tokens, supervised_tokens, supervised_share,
-truncated, finish_reasons, thinking_share, duplicates, overlap, splits, warnings, template_kwargs, max_length, preview,
-stopped.
+docs/data.md explains the keys of report.json.
 """
 
 from __future__ import annotations
@@ -32,7 +30,9 @@ FIXES = {
     "decode_mismatch": "the tokens do not decode to the answer: the tokenizer does not fit this text",
     "parse_error": "lines are not JSON objects: look at the named lines",
     "unreadable_file": "look at the named files",
-    "no_messages": 'rows need "messages", "conversations", "prompt" and "response", or "text"',
+    "no_messages": "docs/data.md lists the layouts that are read; --field messages=NAME names a field otherwise",
+    "no_request": "give the file of the batch's requests: --requests FILE",
+    "request_failed": "the batch holds no answer there: send those requests again",
     "text_without_separator": "say where the answer begins in ready text: --text-separator",
 }
 
@@ -42,6 +42,7 @@ WARNINGS = {
     "stripped): these are not supervised; --split-turns gives each a row of its own",
     "earlier_answers_not_by_the_target": "rows made by regenerate have earlier answers, not written by it: only the "
     "last one is supervised",
+    "turns_that_cannot_be_used_cut": "rows end with turns of an odd role or content; those turns were cut",
     "answer_without_question": "rows begin with an assistant turn, which is context only",
     "developer_as_system": "rows have a `developer` role that the template does not know; it was rendered as `system`",
     "reasoning_dropped": "rows have reasoning that the template does not render: the drafter will not learn thinking",
@@ -160,6 +161,7 @@ class Report:
             "supervised_tokens": supervised,
             "supervised_share": supervised / tokens if tokens else 0.0,
             "truncated": counts["truncated"],
+            "layouts": dict(self.notes.get("layouts", Counter()).most_common()),
             "finish_reasons": dict(self.notes.get("finish_reasons", {})),
             "thinking_share": counts["thinking"] / samples if samples else 0.0,
             "lengths": {edge: count for edge, count in zip(edges, self.lengths, strict=True) if count},
@@ -179,6 +181,12 @@ def expectations(report: dict[str, Any]) -> list[str]:
         said.append(
             f"{train['rows']:,} training rows are few: public runs reached an accept length of about 1.9 with 5,000 "
             "rows and 5 epochs; the paper used about 800,000 rows answered by the target"
+        )
+    copies = report["overlap"]["copies"]["rows"]
+    if copies:
+        said.append(
+            f"{copies:,} training rows repeat a held-out prompt word for word: what is measured on those prompts is "
+            "better than on new ones"
         )
     reasons = report["finish_reasons"]
     cut = reasons.get("length", 0)
@@ -211,6 +219,8 @@ def render(report: dict[str, Any]) -> Any:
         rows = ", ".join(str(entry["row"]) for entry in first)
         detail = f"{first[0]['file']}:{first[0]['line']}: {first[0]['detail']}" if first else ""
         table.add_row(f"  {reason}", f"{count:,}", Text(f"rows {rows}{' ...' if count > len(first) else ''}; {detail}"))
+    layouts = report["layouts"]
+    table.add_row("layouts", "", ", ".join(f"{name} {count:,}" for name, count in layouts.items()))
     table.add_row("tokens", f"{report['tokens']:,}", "")
     table.add_row("supervised", f"{report['supervised_tokens']:,}", f"{share:.1%}")
     table.add_row("cut at max_length", f"{report['truncated']:,}", f"of {report['max_length']:,} tokens")
@@ -219,9 +229,11 @@ def render(report: dict[str, Any]) -> Any:
     table.add_row("with thinking", f"{report['thinking_share']:.1%}", "")
     table.add_row("duplicates", f"{report['duplicates']:,}", "")
     overlap = report["overlap"]
+    table.add_row("held-out prompts in train", f"{overlap['copies']['rows']:,}", "rows repeat one word for word")
     table.add_row(
-        "train like held-out", f"{overlap['train_rows']:,}", f"rows share {overlap['ngram']} tokens of a prompt"
+        "  long passages", f"{overlap['passages']['rows']:,}", f"rows share {overlap['ngram']} tokens or more with one"
     )
+    table.add_row("  stock phrases", f"{overlap['stock_phrases']['rows']:,}", "rows share only what many prompts have")
     for name, counts in report["splits"].items():
         table.add_row(
             name, f"{counts['rows']:,}", f"{counts['tokens']:,} tokens, {counts['supervised_tokens']:,} supervised"
@@ -230,6 +242,10 @@ def render(report: dict[str, Any]) -> Any:
     parts: list[Any] = [table]
     for name, count in report["warnings"].items():
         parts.append(Text(f"warning: {count:,} {WARNINGS.get(name, name)}", style="yellow"))
+    for kind, name in (("copies", "copy"), ("passages", "passage"), ("stock_phrases", "stock phrase")):
+        for example in overlap[kind]["examples"][:1]:
+            rows = f"row {example['row']} and held-out row {example['heldout_row']}"
+            parts.append(Text(f"{name}: {rows}: {example['text'][:160]!r}", style="dim"))
     parts += [Text(line, style="yellow") for line in report.get("expect", [])]
     if "on_policy" in report:
         parts.append(Text(report["on_policy"]["sentence"], style="yellow" if report["on_policy"]["suspect"] else ""))

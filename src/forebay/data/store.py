@@ -18,12 +18,13 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from forebay.data.overlap import Shard
 from forebay.errors import DataError
 
 FORMAT = 1
@@ -34,7 +35,7 @@ INDEX = np.dtype(
         ("length", "<i4"),
         ("supervised", "<i4"),
         ("eligible", "<i4"),  # positions a with a and a + 1 supervised: where an anchor may be
-        ("grams", "<i4"),  # n-grams of the user's text, while preparing
+        ("grams", "<i4"),  # hashes of the user's text (`overlap.prompt_hashes`), while preparing
         ("id", "S32"),  # content hash of the conversation
     ]
 )
@@ -226,12 +227,14 @@ class StoreWriter:
             with contextlib.suppress(OSError):  # a full disk: what is buffered cannot be written, and is not needed
                 file.close()
 
-    def grams(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """(index, uint64 grams) of every closed shard, mapped from disk one after the other."""
+    def prompts(self) -> Iterator[Shard]:
+        """What is compared of every closed shard, mapped from disk one after the other."""
         for shard in self.shards:
             path = self.folder / f"{shard['name']}.grams"
-            grams = np.memmap(path, np.uint64, "r") if path.stat().st_size else np.empty(0, np.uint64)
-            yield np.load(self.folder / f"{shard['name']}.index.npy", mmap_mode="r"), grams
+            hashes = np.memmap(path, np.uint64, "r") if path.stat().st_size else np.empty(0, np.uint64)
+            index = np.load(self.folder / f"{shard['name']}.index.npy", mmap_mode="r")
+            maps = [np.memmap(self.folder / f"{shard['name']}.{part}", kind, "r") for part, kind in PARTS.items()]
+            yield Shard(index, hashes, partial(_prompt, index, *maps))
 
     def finish(self, facts: dict[str, Any]) -> str:
         """Write the complete manifest, remove what was only needed while preparing, return the fingerprint."""
@@ -252,3 +255,9 @@ class StoreWriter:
         for shard in self.shards:
             (self.folder / f"{shard['name']}.grams").unlink(missing_ok=True)
         return fingerprint
+
+
+def _prompt(index: np.ndarray, tokens: np.ndarray, mask: np.ndarray, row: int) -> tuple[np.ndarray, int]:
+    """A row's tokens, and how many there are before the first supervised one."""
+    span = slice(index["start"][row], index["start"][row] + index["length"][row])
+    return np.asarray(tokens[span]), int(np.argmax(mask[span]))

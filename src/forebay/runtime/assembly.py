@@ -16,7 +16,7 @@ from forebay import config as configuration
 from forebay.config import RunConfig
 from forebay.cost.flops import DrafterShape, TargetShape
 from forebay.cost.memory import MemoryEstimate, estimate_memory
-from forebay.errors import ConfigError, DataError
+from forebay.errors import ConfigError
 from forebay.io.checkpoint import Snapshot, check_contract
 from forebay.io.formats import read_drafter
 from forebay.io.formats.folder import StoredDrafter
@@ -29,7 +29,7 @@ from forebay.models.spec import drafter_spec
 from forebay.models.step import Borrowed
 from forebay.models.target import Target
 from forebay.models.vocabulary import draft_vocabulary, shortlist
-from forebay.runtime.preparation import Preparation
+from forebay.runtime.preparation import Preparation, open_data
 from forebay.stages.train import DrafterReplica
 
 
@@ -49,6 +49,8 @@ class Assembly:
         `store_config`: where the data is read (a fault may plant a copy).
         """
         self.config, self.say = config, say
+        if not open_data(store_config)[1]:
+            say(f"{config.data.store} has no held-out row: accept length will not be measured")
         self._load_target(None if saved is None else saved.state["dtypes"])
         self._prepare(store_config)
         mask = self._choose_spec()
@@ -91,11 +93,6 @@ class Assembly:
             hidden_size=facts.hidden_size,
             state_bytes=self.target.dtype.itemsize,
         )
-        if self.config.eval.guard and not self.prepared.heldout_prompts:
-            raise DataError(
-                f"{self.config.data.store} has no held-out part, so accept length cannot be measured: prepare with "
-                "--heldout FILE or --heldout-share, or set eval.guard=false"
-            )
         self.prepared.check(jobs=len(self.prepared.train))  # refused before anything is written
         self.counts = token_counts(self.prepared.train, facts.embedding_rows)
 

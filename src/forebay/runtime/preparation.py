@@ -36,22 +36,8 @@ class Preparation:
     @classmethod
     def of(cls, config: RunConfig, *, feature_width: int, hidden_size: int, state_bytes: int) -> Preparation:
         """`feature_width` K * H and `hidden_size` H of the target; `state_bytes` of one stored element."""
-        store = Path(config.data.store)
-        train = TokenStore.open(store / "train")
-        heldout = TokenStore.open(store / "heldout") if (store / "heldout").is_dir() else None
-        lengths = np.asarray(train.lengths)
-        plan = config.plan
-        longest = int(lengths.max(initial=0))
-        if longest > plan.token_budget:
-            raise ConfigError(
-                f"plan.token_budget {plan.token_budget} is below the longest sequence of {longest} tokens: raise it to "
-                f"{longest} or prepare the data with --max-length {plan.token_budget}"
-            )
-        anchors = anchor_counts(np.asarray(train.eligible), plan.anchor_rate, plan.anchors_per_row)
-        if not anchors.any():
-            raise DataError(
-                f"none of the {len(train)} rows of {store} has two supervised tokens in a row: see its report.json"
-            )
+        train, heldout, anchors = open_data(config)
+        lengths, plan = np.asarray(train.lengths), config.plan
         block = config.drafter.block_size
         per_item = plan.anchors_per_item or choose_anchors_per_item(lengths, anchors, plan.token_budget)
         scored = block if config.drafter.sample_from_anchor else block - 1
@@ -137,6 +123,33 @@ class Preparation:
             return []
         count = min(self.config.eval.prompts, len(self.heldout))
         return [np.asarray(self.heldout.prompt(i)).tolist() for i in range(count)]
+
+
+def open_data(config: RunConfig) -> tuple[TokenStore, TokenStore | None, np.ndarray]:
+    """The rows to train on, those held out, and the anchors of each training row.
+
+    Raises what can be known of the data without a target, so that nobody waits for its weights first.
+    """
+    store, plan = Path(config.data.store), config.plan
+    train = TokenStore.open(store / "train")
+    heldout = TokenStore.open(store / "heldout") if (store / "heldout").is_dir() else None
+    longest = int(np.asarray(train.lengths).max(initial=0))
+    if longest > plan.token_budget:
+        raise ConfigError(
+            f"plan.token_budget {plan.token_budget} is below the longest sequence of {longest} tokens: raise it to "
+            f"{longest} or prepare the data with --max-length {plan.token_budget}"
+        )
+    anchors = anchor_counts(np.asarray(train.eligible), plan.anchor_rate, plan.anchors_per_row)
+    if not anchors.any():
+        raise DataError(
+            f"none of the {len(train)} rows of {store} has two supervised tokens in a row: see its report.json"
+        )
+    if config.eval.guard and not heldout:
+        raise DataError(
+            f"{store} has no held-out part, so accept length cannot be measured: prepare with --heldout FILE or "
+            "--heldout-share, or set eval.guard=false"
+        )
+    return train, heldout, anchors
 
 
 def description(config: RunConfig, target_config: Any, layer_ids: tuple[int, ...]) -> dict[str, Any]:

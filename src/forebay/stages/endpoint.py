@@ -11,7 +11,7 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -49,6 +49,7 @@ def regenerate_by_endpoint(
     temperature: float = 0.0,
     seed: int = 0,
     template_kwargs: dict[str, Any] | None = None,
+    fields: Mapping[str, str] | None = None,
     concurrency: int = 64,
     timeout_s: float = 120.0,
     retries: int = 3,
@@ -71,7 +72,7 @@ def regenerate_by_endpoint(
     made_by = settings_record(name, template_kwargs or {}, temperature, seed, max_new_tokens, raw=False)
     summary = Summary()
     with AnswerFile(Path(out_file), made_by) as answers:
-        prompts = Prompts(prompts_file, answers.keys, summary)
+        prompts = Prompts(prompts_file, answers.keys, summary, fields)
         body = {"model": name, "max_tokens": max_new_tokens, "temperature": temperature}
         if template_kwargs:
             body["chat_template_kwargs"] = template_kwargs

@@ -17,20 +17,21 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from forebay.data.conversation import Conversation, Drop, prompt_of
+from forebay.data.layouts import FIELDS, unwrapped
 from forebay.data.progress import Progress
-from forebay.data.readers import Unreadable, find_files, parse, read
+from forebay.data.readers import find_files, read
+from forebay.data.rows import RowReader, RowSettings
 from forebay.errors import DataError, UsageError
 
 FLUSH_S = 2.0
-ANSWERED = ("messages", "conversations", "conversation", "prompt", "response", "completion", "output", "answer")
 #: Fields that describe the old answer and would be wrong about the new one.
-STALE = (*ANSWERED, "system", "tools", "finish_reason", "reasoning_content", "regenerated")
+STALE = FIELDS | {"regenerated"}
 
 
 @dataclass
@@ -137,7 +138,11 @@ class AnswerFile:
 class Prompts:
     """The prompts of files that are still to answer, streamed; what is passed over is counted in the summary."""
 
-    def __init__(self, inputs: Any, answered: set[str], summary: Summary):
+    def __init__(
+        self, inputs: Any, answered: set[str], summary: Summary, fields: Mapping[str, str] | None = None
+    ) -> None:
+        """`fields`: a layout's name for a field -> the rows' name for it."""
+        self._reader = RowReader(RowSettings(fields=fields or {}))
         self.files = find_files([inputs] if isinstance(inputs, str | os.PathLike) else inputs)
         self.total = sum(1 for _ in read(self.files))
         self._answered, self._summary = answered, summary
@@ -149,13 +154,12 @@ class Prompts:
         for record in read(self.files):
             self._summary.rows += 1
             place = f"{self.files[record.file]}:{record.line}"
-            row = parse(record.payload)
-            found = Drop(row.reason, row.detail) if isinstance(row, Unreadable) else prompt_of(row)
-            if isinstance(found, Drop):
+            row = self._reader.row(record)
+            found = row if isinstance(row, Drop) else prompt_of(row)
+            if isinstance(row, Drop) or isinstance(found, Drop):
                 self.skip(found.reason, f"{place}: {found.detail}")
                 continue
-            assert isinstance(row, dict)
-            prompt = Prompt(row, found, place)
+            prompt = Prompt(unwrapped(row), found, place)
             if prompt.key in self._seen:
                 self._summary.duplicates += 1
             elif prompt.key in self._answered:
@@ -193,6 +197,7 @@ def regenerate(
     temperature: float = 0.0,
     seed: int = 0,
     template_kwargs: dict[str, Any] | None = None,
+    fields: Mapping[str, str] | None = None,
     progress: bool = True,
 ) -> Summary:
     """Answer prompts (any format that `prepare` reads) with a loaded target. See the module's guarantees.
@@ -213,7 +218,7 @@ def regenerate(
     made_by = settings_record(name, kwargs, temperature, seed, max_new_tokens, raw=True)
     summary = Summary()
     with AnswerFile(Path(out_file), made_by) as answers:
-        prompts = Prompts(prompts_file, answers.keys, summary)
+        prompts = Prompts(prompts_file, answers.keys, summary, fields)
 
         def questions() -> Iterator[Question]:
             for prompt in prompts:
