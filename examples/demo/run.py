@@ -58,7 +58,7 @@ def main() -> int:
     RUN.mkdir(parents=True, exist_ok=True)
     target, store = RUN / "target", RUN / "store"
     unpack_target(target)
-    data = {"heldout": HERE / "heldout.jsonl", "max_length": 768}
+    data = {"heldout": HERE / "heldout.jsonl", "max_length": 1024}
     console.print(render(api.prepare([HERE / "train.jsonl"], store, target=target, **data)))
     prepared = time.monotonic()
     summary = train()
