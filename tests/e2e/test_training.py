@@ -66,8 +66,33 @@ def test_every_sequence_of_every_epoch_is_trained_exactly_once(configuration):
     counts = trained_rows(run.run_dir)
     assert counts == {(epoch, row): 1 for epoch in range(2) for row in range(72)}
     assert summary["jobs_committed"] == summary["jobs_planned"]
-    assert summary["steps"] == summary["total_steps"]
+    assert summary["steps"] == summary["total_steps"] == summary["mixing"]["windows"]
+    plan, mixing = EpochPlan.load(Path(run.run_dir, "plans", "epoch-000.plan")), summary["mixing"]
+    assert [b["up_to_tokens"] for b in mixing["buckets"]] == list(plan.params.bucket_edges)
+    assert sum(b["items_per_window"] for b in mixing["buckets"]) * mixing["windows"] == summary["jobs_committed"]
+    assert 1 <= mixing["distinct_buckets"] <= 4 and [e["epoch"] for e in mixing["epochs"]] == [0, 1]
     assert summary["peak_bytes"] <= run.buffer.bytes
+
+
+def test_the_items_of_a_run_with_reuse_are_computed_once_and_used_twice_with_other_anchors(configuration):
+    """Half of the target's work for the same steps; the buffer's bytes are kept, and every slot comes back."""
+    run = configuration(buffer={"reuse": 2, "draw": "planned", "min_fill": 8}, optim={"epochs": 1})
+    local, used = LocalRuntime(run, quiet=True), []
+    replica = local.models.replicas[0]
+    micro_step = replica.micro_step
+
+    def noted(item, scale):
+        used.append((item.batch.job.id, item.batch.anchors.tobytes(), item.slot.features.data_ptr()))
+        return micro_step(item, scale)
+
+    replica.micro_step = noted
+    summary = local.train()
+    jobs = len(local.run.plans[0])
+    assert local.shell.stats()["leases"] == jobs and Counter(job for job, _, _ in used) == dict.fromkeys(range(jobs), 2)
+    assert len({(job, anchors) for job, anchors, _ in used}) == 2 * jobs
+    assert len({(job, memory) for job, _, memory in used}) == jobs
+    assert summary["steps"] == summary["total_steps"] == -(-2 * jobs // 4) and summary["jobs_committed"] == jobs
+    assert summary["peak_bytes"] <= run.buffer.bytes and local.pool.made == local.pool.free
 
 
 def test_training_lowers_the_loss_and_moves_every_parameter(configuration):
@@ -81,12 +106,13 @@ def test_training_lowers_the_loss_and_moves_every_parameter(configuration):
     assert [k for k, v in training.models.replicas[0].module.state_dict().items() if torch.equal(v, before[k])] == []
 
 
-@pytest.mark.parametrize("draw", ["planned", "live"])
-def test_a_run_stopped_and_resumed_trains_the_same_set_and_planned_the_same_weights(configuration, draw):
+@pytest.mark.parametrize(("draw", "reuse"), [("planned", 1), ("live", 1), ("planned", 2)])
+def test_a_run_stopped_and_resumed_trains_the_same_set_and_planned_the_same_weights(configuration, draw, reuse):
     """C78, F06, G7: planned draws on a CPU in fp32 give bit-identical weights."""
-    straight = configuration("straight", buffer={"draw": draw})
+    buffer, optim = {"draw": draw, "reuse": reuse}, {"epochs": 2 // reuse}
+    straight = configuration("straight", buffer=buffer, optim=optim)
     api.train(straight, quiet=True)
-    broken = configuration("broken", buffer={"draw": draw})
+    broken = configuration("broken", buffer=buffer, optim=optim)
     for steps in (2, 5):
         life = LocalRuntime(broken, resume=steps > 2, quiet=True)
         life.run.started -= 1000
@@ -95,7 +121,7 @@ def test_a_run_stopped_and_resumed_trains_the_same_set_and_planned_the_same_weig
     summary = api.resume(broken.run_dir, quiet=True)
     assert summary["finished"] and summary["jobs_committed"] == summary["jobs_planned"]
     assert 2000 < summary["wall_s"] < 3000  # of all three lives
-    assert set(trained_rows(broken.run_dir).values()) == {1} and len(trained_rows(broken.run_dir)) == 144
+    assert trained_rows(broken.run_dir) == {(epoch, row): reuse for epoch in range(2 // reuse) for row in range(72)}
     if draw == "planned":
         assert equal(masters(straight.run_dir), masters(broken.run_dir))
         lines = [
@@ -128,8 +154,8 @@ def test_two_drafters_take_the_steps_of_one(configuration):
 
 @pytest.mark.parametrize(
     "buffer",
-    [{"queue": "bucketed"}, {"queue": "per_drafter"}, {"dispatch": "per_target"}, {"draw": "planned"}],
-    ids=lambda b: "-".join(b.values()),
+    [{"queue": "bucketed"}, {"queue": "per_drafter", "reuse": 2}, {"dispatch": "per_target"}, {"reuse": 3}],
+    ids=lambda b: "-".join(map(str, b.values())),
 )
 def test_every_queue_and_dispatch_runs_the_whole_pipeline(configuration, buffer):
     run = configuration(buffer=buffer, runtime={"targets": ["cpu", "cpu"]}, optim={"epochs": 1})
@@ -138,8 +164,9 @@ def test_every_queue_and_dispatch_runs_the_whole_pipeline(configuration, buffer)
 
 
 def test_a_run_killed_with_sigkill_resumes_to_the_same_set(configuration, tmp_path):
-    """G1: kill -9 of a real process in mid-run, twice."""
-    run = configuration(buffer={"draw": "planned"}, optim={"epochs": 3}, checkpoint={"every_steps": 2})
+    """G1: kill -9 of a real process in mid-run, twice; every item is used twice."""
+    buffer = {"draw": "planned", "reuse": 2}
+    run = configuration(buffer=buffer, checkpoint={"every_steps": 2})
     file = tmp_path / "run.yaml"
     file.write_text(config.dump(run))
     command = [sys.executable, "-m", "forebay.cli", "train"]
@@ -159,8 +186,8 @@ def test_a_run_killed_with_sigkill_resumes_to_the_same_set(configuration, tmp_pa
                 process.wait()
     summary = api.resume(run.run_dir, quiet=True)
     assert summary["finished"] and summary["jobs_committed"] == summary["jobs_planned"]
-    assert set(trained_rows(run.run_dir).values()) == {1} and len(trained_rows(run.run_dir)) == 216
-    undisturbed = configuration("undisturbed", buffer={"draw": "planned"}, optim={"epochs": 3})
+    assert trained_rows(run.run_dir) == {(epoch, row): 2 for epoch in range(2) for row in range(72)}
+    undisturbed = configuration("undisturbed", buffer=buffer)
     api.train(undisturbed, quiet=True)
     assert equal(masters(run.run_dir), masters(undisturbed.run_dir))
 
@@ -173,6 +200,8 @@ def test_resuming_with_what_trains_another_drafter_lists_the_fields(configuratio
     values = yaml.safe_load(file.read_text())
     with pytest.raises(ContractError, match=r"optim.lr: saved 0.001, now 0.5"):
         api.resume(run.run_dir, ["optim.lr=0.5"], quiet=True)
+    with pytest.raises(ContractError, match=r"buffer.reuse: saved 1, now 2"):
+        api.resume(run.run_dir, ["buffer.reuse=2"], quiet=True)
     assert yaml.safe_load(file.read_text()) == values  # nothing was written
     with pytest.raises(ForebayError, match="target_layer_ids"):
         api.resume(run.run_dir, ["target.layer_ids=[0, 1, 4]"], quiet=True)

@@ -24,7 +24,7 @@ from forebay.observe.clock import WorkerClock
 from forebay.runtime import threads
 from forebay.runtime.turn import Turn
 from forebay.runtime.watchdog import Watchdog
-from forebay.stages.item import SlotPool
+from forebay.stages.item import Item, SlotPool
 from forebay.stages.train import DrafterStep, learning_rate, train_loop
 from shells import Run, plans
 
@@ -344,7 +344,9 @@ class Toy:
 
 def toy_item(key):
     job = SimpleNamespace(real_tokens=1, epoch=key[0], id=key[1])
-    return SimpleNamespace(batch=SimpleNamespace(job=job, weight_sum=1.0, n_slots=1))
+    batch = SimpleNamespace(job=job, weight_sum=1.0, n_slots=1)
+    batch.use = lambda number: batch
+    return Item(batch, None)
 
 
 class ToyRun(Run):
@@ -362,8 +364,8 @@ class ToyRun(Run):
         train_loop(self.shell, self.step, turn, self.clock, release, lambda w, o: self.outcomes.append((w, o)))
 
 
-def ten_jobs(epochs=2):
-    params = PlanParams(16, 4, 4 * 3, 3, (16,), window=4, min_fill=4, item_bytes=100)
+def ten_jobs(epochs=2, **changes):
+    params = PlanParams(16, 4, 4 * 3, 3, (16,), window=4, min_fill=4, item_bytes=100, **changes)
     made = [plan_epoch(np.full(10, 16), np.full(10, 4), params, epoch) for epoch in range(epochs)]
     assert [len(plan) for plan in made] == [10] * epochs
     return made
@@ -378,6 +380,23 @@ def test_ten_batches_in_windows_of_four_make_three_steps_an_epoch_and_the_rate_e
     assert rates == [learning_rate(step, 6, run.step.optim) for step in range(6)]
     assert rates[-1] == 0.1 * 0.1 and all(rate > 0.011 for rate in rates[:-1])
     assert [outcome.grad_norm for _, outcome in run.outcomes] == pytest.approx([1.0] * 6)
+
+
+@pytest.mark.parametrize("settings", [{}, {"reuse": 2}, {"reuse": 3, "budget": 500}], ids=str)
+def test_the_rate_ends_at_its_minimum_also_where_a_step_was_skipped_or_windows_were_short(settings):
+    """F30, C80: what must come again, or did not fit, makes the schedule as much longer as it must be."""
+    toy = Toy()
+    run = ToyRun(ten_jobs(1, reuse=settings.get("reuse", 1)), [toy], **settings)
+    inner = toy.micro_step
+
+    def micro_step(item, scale):
+        return inner(item, float("nan") if len(run.outcomes) == 1 else scale)
+
+    toy.micro_step = micro_step
+    run()
+    taken = [outcome for _, outcome in run.outcomes if outcome.finite]
+    assert len(run.outcomes) == len(taken) + 1
+    assert taken[-1].lr == pytest.approx(0.1 * 0.1) and all(outcome.lr > 0.0101 for outcome in taken[:-1])
 
 
 def test_the_error_of_one_replica_is_the_one_that_is_shown():

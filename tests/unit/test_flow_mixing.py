@@ -57,6 +57,20 @@ def test_the_meter_agrees_with_the_formula_of_the_order() -> None:
     assert report["windows"] == 12
 
 
+def test_windows_are_held_against_the_plan_bucket_by_bucket() -> None:
+    """G5: what summary.json says of a whole run; the same r as the order's formula."""
+    buckets = np.random.default_rng(3).permutation(np.repeat([0, 1, 2], [40, 40, 16]))
+    told = mixing.of_windows(buckets.reshape(-1, 8).tolist(), [40, 40, 16], (64, 128, 256))
+    assert told["r"] == pytest.approx(mixing.excess_of_order(buckets, 8))
+    assert (told["windows"], [b["up_to_tokens"] for b in told["buckets"]]) == (12, [64, 128, 256])
+    assert [b["items_per_window"] for b in told["buckets"]] == pytest.approx([40 / 12, 40 / 12, 16 / 12])
+    assert [b["share_of_jobs"] for b in told["buckets"]] == pytest.approx([40 / 96, 40 / 96, 16 / 96])
+    alone = mixing.of_windows([[0, 0], [1, 1], [0]], [3, 2], (64, 128))
+    assert (alone["r"], alone["distinct_buckets"], alone["single_bucket_windows"]) == (pytest.approx(1.0), 1.0, 3)
+    assert [b["share_of_windows"] for b in alone["buckets"]] == pytest.approx([2 / 3, 1 / 3])
+    assert mixing.of_windows([], [3, 2], (64, 128))["distinct_buckets"] == 0
+
+
 def test_drift_shows_a_bucket_that_arrives_late() -> None:
     """r does not see a slow bucket whose items come at the end; the mix of the last windows and the ages do."""
     meter = mixing.Meter([80, 80], 20)

@@ -16,6 +16,7 @@ from typing import Any
 
 from forebay.bench.flow_threads import coordination_cost, run_real
 from forebay.bench.workload import DEFAULT, DESIGNS, FLEETS, SKEWS, Design, Fleet, Skew, make_work, row_of, settings_of
+from forebay.flow.coordinator import Window
 from forebay.flow.simulate import Load, simulate
 
 KEYS = (
@@ -78,6 +79,54 @@ def planned_table(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def gaps_of(windows: Sequence[Window]) -> list[int]:
+    """Windows between one use of an item and its next, for all of them."""
+    used: dict[int, int] = {}
+    gaps = []
+    for window in windows:
+        gaps += [window.number - used[job] for job in window.jobs if job in used]
+        used |= dict.fromkeys(window.jobs, window.number)
+    return gaps
+
+
+def reuse_table(rows: Sequence[dict[str, Any]]) -> str:
+    lines = [
+        "| devices | min fill | reuse | uses/s over the bound without | idle drafters | r | mean gap, windows "
+        "| in the next window | windows more |",
+        "|" + "---|" * 9,
+    ]
+    lines += [
+        f"| {x['devices']} | {x['min_fill']} | {x['reuse']} | {x['of_bound_without']:.2f} | {x['idle_drafters']:.1%} "
+        f"| {x['r']:+.3f} | {x['gap_mean']:.1f} | {x['in_the_next_window']:.1%} | {x['windows_more']} |"
+        for x in rows
+    ]
+    return "\n".join(lines)
+
+
+def reuse_rows(fleet: Fleet, fills: Sequence[int] = (8, 10, 16, 32)) -> Iterator[dict[str, Any]]:
+    """What reuse does where the targets produce a third of what the drafters could use, by min fill, live draws."""
+    skew = Skew("slow targets", balance=1 / 3)
+    for min_fill in fills:
+        sized = replace(fleet, min_fill=min_fill)
+        for reuse in (1, 2, 4):
+            design = Design(reuse=reuse)
+            work = make_work(skew, sized, design)
+            load = Load(produce=work.produce, consume=lambda job, replica, work=work: work.consume_s)  # type: ignore[misc]
+            outcome = simulate(settings_of(sized, design), [work.plan], load)
+            gaps = gaps_of(outcome.windows)
+            yield {
+                "devices": sized.name,
+                "min_fill": min_fill,
+                "reuse": reuse,
+                "of_bound_without": outcome.throughput / work.bound(sized),
+                "idle_drafters": outcome.idle(sized.targets, sized.drafters)[1],
+                "r": outcome.stats["mixing"][0]["r"],
+                "gap_mean": sum(gaps) / max(len(gaps), 1),
+                "in_the_next_window": gaps.count(1) / max(len(gaps), 1),
+                "windows_more": len(outcome.windows) - work.plan.windows,
+            }
+
+
 def rows_of(quick: bool, clock: str) -> Iterator[dict[str, Any]]:
     """The comparison, row by row. The largest fleet runs the default and the designs that fail, not every variant."""
     if clock in ("virtual", "both"):
@@ -117,6 +166,9 @@ def main(argv: Sequence[str]) -> list[dict[str, Any]] | dict[str, Any]:
     parser.add_argument(
         "--planned", action="store_true", help="what planned draws cost at small buffers (virtual clock)"
     )
+    parser.add_argument(
+        "--reuse", action="store_true", help="what item reuse does where targets are slow (virtual clock)"
+    )
     parser.add_argument("--coordination", action="store_true", help="cost of a job through all states, 8 + 8 threads")
     parser.add_argument("--json", action="store_true", help="machine-readable output")
     args = parser.parse_args(argv)
@@ -128,6 +180,10 @@ def main(argv: Sequence[str]) -> list[dict[str, Any]] | dict[str, Any]:
             else f"{cost['us_per_job']:.1f} us per job, {cost['cpu_us_per_job']:.1f} of CPU"
         )
         return cost
+    if args.reuse:
+        rows = list(reuse_rows(FLEETS[0]))
+        print(json.dumps(rows, indent=1) if args.json else reuse_table(rows))
+        return rows
     if args.planned:
         rows = [row for fleet in FLEETS[:2] for row in planned_rows(fleet)]
         print(json.dumps(rows, indent=1) if args.json else planned_table(rows))

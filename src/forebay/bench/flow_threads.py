@@ -48,6 +48,14 @@ class TimedReplica:
         return sums
 
 
+@dataclass
+class TimedItem:
+    batch: Any
+
+    def of(self, window: Any) -> TimedItem:
+        return self
+
+
 class TimedStep(DrafterStep):
     """Notes how long the sum of gradients and the optimizer step take: they are the drafters' work, not waiting."""
 
@@ -74,7 +82,7 @@ def timed_compute(work: Work, worker: int, record: Record) -> Callable[[Any], An
         time.sleep(seconds)
         record.targets.append((start, time.monotonic()))
         record.last_lease = max(record.last_lease, start)
-        return SimpleNamespace(batch=batch)
+        return TimedItem(batch)
 
     return compute
 

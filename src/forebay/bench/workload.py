@@ -26,6 +26,7 @@ class Design:
     queue: str = "buffered"
     order: str = "filled"
     draw: str = "live"
+    reuse: int = 1
 
 
 DEFAULT = Design()
@@ -140,6 +141,7 @@ def make_work(skew: Skew, fleet: Fleet, design: Design, unit_s: float = 1.0, see
         draw=design.draw,
         window=fleet.window,
         min_fill=fleet.min_fill,
+        reuse=design.reuse,
     )
     targets = fleet.targets - 1 + 1 / skew.slow
     return Work(plan, cost, unit_s * skew.balance * fleet.drafters / targets, skew.slow)
@@ -155,6 +157,7 @@ def settings_of(fleet: Fleet, design: Design) -> FlowSettings:
         dispatch=design.dispatch,
         queue=design.queue,
         draw=design.draw,
+        reuse=design.reuse,
         lease_s=1e9,
     )
 

@@ -380,6 +380,7 @@ class Coordinator:
             parts,
             {job: uses.used[job] for job in drawn.jobs},
             frozenset(job for job in drawn.jobs if uses.left(job) == 1),
+            sum(e.ledger.uses.windows(self.settings.window) for e in self.epochs),
         )
         self.counters["draws"] += 1
         self.last = {"r": epoch.take(drawn), "occupancy": drawn.occupancy, "age_max": max(drawn.ages)}
@@ -432,11 +433,6 @@ class Coordinator:
             return False
         self.in_flight = None
         return True
-
-    @property
-    def windows_left(self) -> int:
-        """How many more windows the epochs at hand need at least."""
-        return sum(epoch.ledger.uses.windows(self.settings.window) for epoch in self.epochs)
 
     # ---- looking at it ------------------------------------------------------------------------------------------
 

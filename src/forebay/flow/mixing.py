@@ -120,6 +120,36 @@ def percentile(histogram: Counter[int], share: float) -> int:
     return 0
 
 
+def of_windows(windows: Sequence[Sequence[int]], plan: Sequence[int], edges: Sequence[int]) -> dict[str, Any]:
+    """What windows were made of, against what the plan holds.
+
+    windows: the buckets of each window's items; plan: [B] jobs of each bucket; edges: [B] upper edges in tokens.
+    Returns r (mean over windows of two items and more), distinct_buckets (mean), and for each bucket its share of the
+    plan's jobs, its items in a window (mean, standard deviation) and the share of windows that hold it.
+    """
+    shares = np.asarray(plan) / max(sum(plan), 1)
+    counts = np.array([np.bincount(window, minlength=len(plan)) for window in windows]).reshape(-1, len(plan))
+    chance = same_bucket_chance(shares.tolist())
+    excesses = [excess(same_bucket_share(window), chance) for window in counts.tolist() if sum(window) > 1]
+    held, any_window = counts > 0, max(len(counts), 1)
+    return {
+        "windows": len(counts),
+        "r": float(np.mean(excesses)) if excesses else 0.0,
+        "distinct_buckets": float(held.sum() / any_window),
+        "single_bucket_windows": int((held.sum(axis=1) == 1).sum()),
+        "buckets": [
+            {
+                "up_to_tokens": int(edge),
+                "share_of_jobs": float(shares[b]),
+                "items_per_window": float(counts[:, b].sum() / any_window),
+                "items_per_window_sd": float(counts[:, b].std()) if len(counts) else 0.0,
+                "share_of_windows": float(held[:, b].sum() / any_window),
+            }
+            for b, edge in enumerate(edges)
+        ],
+    }
+
+
 class Meter:
     """Measures the mixing of one epoch's windows as they are drawn."""
 

@@ -34,7 +34,8 @@ WAIT_PLAN = Wait("consumer_wait_plan")
 class Window:
     """The items of one optimizer step. `number` counts the epoch's draws; `parts` deals the jobs to drafters.
 
-    `uses`: which use (0-based) of each job this is. `last`: the jobs whose room is free after it.
+    `uses`: which use (0-based) of each job this is. `last`: the jobs whose room is free after it. `left`: windows that
+    the epochs at hand still need at least, this one included.
     """
 
     step: int
@@ -44,6 +45,7 @@ class Window:
     parts: tuple[tuple[int, ...], ...]
     uses: dict[int, int]
     last: frozenset[int]
+    left: int
 
 
 @dataclass(frozen=True, slots=True)

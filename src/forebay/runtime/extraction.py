@@ -45,6 +45,7 @@ class Extraction:
             anchor_rate=config.plan.anchor_rate,
             anchors_per_row=config.plan.anchors_per_row,
             gamma=config.loss.gamma_for(config.drafter.block_size) if config.loss.decay == "exp" else None,
+            uses=config.buffer.reuse,
         )
 
     def compute(self, target: Target, number: int, in_use: Turn) -> Callable[[HostBatch], Item]:

@@ -1,6 +1,6 @@
 """The flow of a run: the coordinator, and what its decisions are about (items or handles to them, failures, the end).
 
-Guarantees: every decision is the coordinator's; an item is held from its put to its draw and handed back exactly once;
+Guarantees: every decision is the coordinator's; an item is held from its put to its last draw and handed back once;
 the first cause of a failure is kept. It neither waits nor locks: a method answers at once, with a `Wait` where there is
 nothing yet. The shells make the calls atomic and do the waiting: `runtime.shell` for threads, `runtime.ray` for actors.
 """
@@ -84,10 +84,18 @@ class Flow:
             return None
         window = self.coordinator.try_draw(time.monotonic())
         if isinstance(window, Window):
-            return window, [[self.items.pop((window.epoch, job)) for job in part] for part in window.parts]
+            return window, [[self._take(window, job) for job in part] for part in window.parts]
         return window
 
+    def _take(self, window: Window, job: int) -> Any:
+        """Kept here too, until its last use."""
+        key = (window.epoch, job)
+        return self.items.pop(key) if job in window.last else self.items[key]
+
     def skip(self, window: Window, reason: str) -> None:
+        for job in window.jobs:  # computed again, whatever uses they had left
+            if (window.epoch, job) in self.items:
+                self.discard(self.items.pop((window.epoch, job)))
         self.coordinator.skip(window, reason)
         self.failures.append(f"step {window.step} skipped ({reason}): jobs {sorted(window.jobs)} return")
         self._adopt_failure()

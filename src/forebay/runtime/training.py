@@ -12,11 +12,14 @@ import json
 import time
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
+from forebay.flow import mixing
 from forebay.io.checkpoint import Snapshot, write_text
 from forebay.io.drafters import export_drafter
 from forebay.models.graph import compilations
+from forebay.observe import metrics
 from forebay.observe.clock import Clocks
 from forebay.observe.console import Steps
 from forebay.runtime.assembly import Assembly
@@ -114,7 +117,8 @@ class Training:
         """Windows until there are no more; then the last evaluation, and the checkpoint. `release` an item's memory."""
 
         def released(item: Item) -> None:
-            release(item)
+            if item.last:
+                release(item)
             self.flow.release(item.batch.job.epoch, item.batch.job.id)
 
         with Steps("train", self.run.total_steps, self.step.taken, quiet=self.quiet) as self.bar:
@@ -194,6 +198,14 @@ class Training:
             contract=models.contract,
         )
 
+    def _mixing(self) -> dict[str, Any]:
+        """Of all windows whose steps the weights hold, those of earlier lives of the run too."""
+        plans = self.run.plans
+        lines = [line for line in metrics.read(self.run.folder / "metrics.jsonl", "step") if line["finite"]]
+        edges = plans[0].params.bucket_edges
+        jobs = sum(np.bincount(plan.buckets, minlength=len(edges)) for plan in plans)
+        return mixing.of_windows([plans[x["epoch"]].buckets[x["jobs"]] for x in lines], jobs.tolist(), edges)
+
     def close(self) -> None:
         """However the run ended: nothing is left half written. The first cause is on its way; this is the second."""
         self.step.close()
@@ -213,7 +225,7 @@ class Training:
             "finished": left == 0,
             "run_dir": str(run.folder),
             "steps": self.step.taken,
-            "total_steps": run.total_steps,
+            "total_steps": max(run.total_steps, self.step.taken),
             "jobs_planned": planned,
             "jobs_committed": planned - left - quarantined,
             "jobs_quarantined": quarantined,
@@ -223,7 +235,7 @@ class Training:
             **{f"{kind}_share": {k: v[f"{kind}_share"] for k, v in shares.items()} for kind in ("busy", "wait")},
             "waits": {k: v["waits"] for k, v in shares.items()},
             "peak_bytes": stats["peak_bytes"],
-            "mixing": stats["mixing"],
+            "mixing": self._mixing() | {"epochs": stats["mixing"]},
             "failures": self.flow.failures,
             "compilations": compilations() - self.compiled_before,
             "wall_s": round(run.wall_s, 1),

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from forebay.data.pack import HostBatch
+from forebay.flow.coordinator import Window
 
 
 @dataclass(slots=True)
@@ -56,6 +57,12 @@ class Item:
 
     batch: HostBatch
     slot: Slot
+    last: bool = True  # whether its memory is free after this use
+
+    def of(self, window: Window) -> Item:
+        """The item as this window uses it: the same memory, anchors of the use."""
+        job = self.batch.job.id
+        return Item(self.batch.use(window.uses[job]), self.slot, job in window.last)
 
     @property
     def nbytes(self) -> int:

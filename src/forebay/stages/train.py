@@ -193,7 +193,6 @@ class DrafterStep:
                 replica.module.zero_grad(set_to_none=not self._compiled)
             finite = bool(sound)
         self.taken += finite
-        self.total_steps += not finite  # its jobs come again, in a window more
         self.bad_in_a_row = 0 if finite else self.bad_in_a_row + 1
         return Outcome(finite, rate, weight_sum, norm, sums, tokens, slots)
 
@@ -244,6 +243,9 @@ def train_loop(
     """Until everything is trained or a stop is asked for: draw a window, step, commit (or skip), tell `after_step`."""
     while (drawn := flow.draw(clock)) is not None:
         window, parts = drawn
+        # a skipped step's jobs come again, and a short window leaves more of them than was planned
+        drafter.total_steps = max(drafter.total_steps, drafter.taken + window.left)
+        parts = [[item.of(window) for item in part] for part in parts]
         outcome = drafter.step(parts, turn, clock, release)
         if outcome.finite:
             flow.commit(window)
