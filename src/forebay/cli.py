@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from forebay import __version__
+from forebay.bench import SUBJECTS
 from forebay.environment import set_defaults
 from forebay.errors import DataError, ForebayError, UsageError, nearest
 
@@ -183,8 +184,8 @@ def build_parser() -> Parser:
     p.add_argument("run_dir")
     p.add_argument("--json", action="store_true")
 
-    p = _command(commands, "bench", "measure: flow, mixing, drafter, target, pipeline", _bench)
-    p.add_argument("what", choices=["flow", "mixing", "drafter", "target", "pipeline"])
+    p = _command(commands, "bench", f"measure: {', '.join(SUBJECTS)}", _bench)
+    p.add_argument("what", choices=SUBJECTS)
     p.add_argument("options", nargs=argparse.REMAINDER, help="see forebay bench WHAT --help")
     return parser
 

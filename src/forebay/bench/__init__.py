@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 
-SUBJECTS = ("flow", "mixing", "drafter", "target", "pipeline")
+SUBJECTS = ("flow", "mixing", "designs", "drafter", "target", "pipeline")
 
 
 def main(subject: str, argv: Sequence[str]) -> None:
