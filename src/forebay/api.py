@@ -19,6 +19,7 @@ from forebay import config as configuration
 from forebay.config import RunConfig, TargetConfig
 from forebay.errors import DataError, ForebayError, UsageError, nearest
 
+NOTES_SHOWN = 5
 PathLike = str | os.PathLike[str]
 
 
@@ -288,6 +289,7 @@ def check(
     model = load_model(where)
     report = check_drafter(drafter, model, ids, target_folder=target, max_new_tokens=max_new_tokens)
     _warn(report["notes"])
+    _warn([f"wrong weights: {line}" for line in report["wrong_weights"]])
     if engine is not None:
         from forebay.engine.agreement import check_engine
 
@@ -309,8 +311,10 @@ def check(
 def _warn(notes: Sequence[str]) -> None:
     from forebay.observe.console import say
 
-    for note in notes:
+    for note in notes[:NOTES_SHOWN]:
         say(f"warning: {note}")
+    if len(notes) > NOTES_SHOWN:
+        say(f"warning: and {len(notes) - NOTES_SHOWN} more like it")
 
 
 @contextlib.contextmanager

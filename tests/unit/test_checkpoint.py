@@ -1,6 +1,10 @@
 """Checkpoints are whole or ignored; the best is kept by accept length; nothing is unpickled."""
 
 import json
+import re
+import shlex
+import subprocess
+from pathlib import Path
 
 import pytest
 import torch
@@ -102,10 +106,39 @@ def test_pickled_files_are_never_loaded(tmp_path):
         checkpoint.load(tmp_path)
 
 
-def test_a_damaged_checkpoint_is_named(tmp_path):
-    saves = Checkpoints(tmp_path, background=False)
-    saves.save(snapshot(1))
-    file = saves.latest() / "drafter.safetensors"
+def cut(file):
     file.write_bytes(file.read_bytes()[:-3])
-    with pytest.raises(ForebayError, match="damaged"):
+
+
+@pytest.mark.parametrize("damage", [cut, Path.unlink, lambda file: file.write_bytes(b"")], ids=["cut", "gone", "empty"])
+@pytest.mark.parametrize("name", ["drafter.safetensors", "optimizer.safetensors", "state.json", "contract.json"])
+def test_a_damaged_checkpoint_names_the_newest_sound_one_and_the_command_that_goes_on(tmp_path, name, damage):
+    saves = Checkpoints(tmp_path / "my run" / "checkpoints", background=False, keep_last=9)
+    for step in (1, 2, 3, 4):
+        saves.save(snapshot(step))
+    newest, before = saves.whole()[:1:-1]
+    damage(newest / name)
+    with pytest.raises(ForebayError, match=r"00004 is damaged .*: the newest sound one is step-00000003"):
+        checkpoint.load(newest)
+    damage(before / name)
+    with pytest.raises(ForebayError) as error:
+        checkpoint.load(newest)
+    assert "the newest sound one is step-00000002" in str(error.value) and "--step 2" in str(error.value)
+    remove, resume = re.search(r"\n  (rm -r .*) && (forebay train --resume .*)\n", str(error.value)).groups()
+    assert shlex.split(resume)[3:] == [str(tmp_path / "my run")]
+    subprocess.run(remove, shell=True, check=True)
+    assert checkpoint.load(saves.latest()).step == 2
+    for path in saves.whole():
+        damage(path / name)
+    with pytest.raises(ForebayError, match="no other checkpoint of the run is sound; start it from the beginning"):
         checkpoint.load(saves.latest())
+
+
+def test_a_marker_that_was_not_written_whole_marks_nothing(tmp_path):
+    said = []
+    saves = Checkpoints(tmp_path, background=False, report=said.append)
+    saves.save(snapshot(1), 1.5)
+    saves.save(snapshot(2), 1.6)
+    (tmp_path / "step-00000002" / "DONE").write_bytes(b"")
+    assert saves.latest().name == "step-00000001" and saves.best == (1, 1.5)
+    assert said[-1] == "ignoring the unfinished checkpoint step-00000002"

@@ -1,8 +1,9 @@
 """Will an engine agree? The drafter's contract with a target, the loop's accept length, and the peers' own code.
 
 Guarantees: `check_contract` compares every stored fact that the two must share before any tensor is multiplied, and
-its error names both sides of every difference. `check_drafter` then runs the serving loop, and where they are installed
-the packages `dflash` and `speculators` (see `peers`). It changes nothing. Called by `api` and `generator`.
+its error names both sides of every difference. `check_drafter` then looks for weights that training cannot have left
+so, and runs the serving loop, and where they are installed the packages `dflash` and `speculators` (see `peers`). It
+changes nothing. Called by `api` and `generator`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from forebay.decode.target_side import text_config
 from forebay.errors import ContractError
 from forebay.io.drafters import find_drafter
 from forebay.io.formats.card import engine_commands
-from forebay.models.facts import read_facts
+from forebay.models.facts import final_norm, read_facts
+from forebay.models.load import decoder_and_layers
+from forebay.models.soundness import broken, unmoved
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,8 @@ def check_drafter(
     batch_size: int = 16,
     peer_prompts: int = 8,
 ) -> dict[str, Any]:
-    """The whole check: contract, loop, peers. JSON-able; `ok` is False where text or peers differ.
+    """The whole check: contract, weights, loop, peers. JSON-able; `ok` is False where text or peers differ, or weights
+    are broken or (in a drafter of ours, which moves them all) unmoved; those of another trainer are only noted.
 
     `folder`: an export, a checkpoint, or a run. `model`: the target in fp32. `target_folder` is where the peers find it
     (speculators reads its weights itself).
@@ -121,9 +125,17 @@ def check_drafter(
         "dflash": run_dflash(drafter, model, chosen, max_new_tokens),
         "speculators": load_in_speculators(stored, target_folder),
     }
+    wrong = [f"{name}: {why}" for name, why in broken(stored.tensors).items()]
+    decoder, layers = decoder_and_layers(model)
+    still = [f"{n}: {why}" for n, why in unmoved(stored.tensors, layers, final_norm(decoder), found.seed).items()]
+    if stored.spec.trained_max_length:
+        wrong += still
+    else:
+        report.notes += still
     differing = [name for name, said in peers.items() if said.get("identical") is False]
     return {
-        "ok": report.identical_to_target is not False and not differing,
+        "ok": report.identical_to_target is not False and not differing and not wrong,
+        "wrong_weights": wrong,
         "contract": [asdict(t) for t in terms],
         "trained_max_length": stored.spec.trained_max_length,
         "engines": engine_commands(

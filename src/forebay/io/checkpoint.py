@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import threading
 from collections.abc import Callable
@@ -209,7 +210,7 @@ class Checkpoints:
     def _prune(self) -> None:
         whole = self.whole()
         for path in [*self.folder.glob("step-*"), *self.folder.glob(".tmp-step-*")]:
-            if not (path / MARKER).exists():  # a kill's remains: nothing else is written now
+            if path not in whole:  # a kill's remains: nothing else is written now
                 shutil.rmtree(path)
         keep = set(whole[-self._keep_last :])
         for path in whole:
@@ -223,40 +224,83 @@ class Checkpoints:
 
     def whole(self) -> list[Path]:
         """Finished checkpoints, oldest first."""
-        return sorted(p.parent for p in self.folder.glob(f"step-*/{MARKER}"))
+        return finished(self.folder)
 
     def latest(self) -> Path | None:
         """The newest finished checkpoint; unfinished ones are named and passed over."""
         whole = self.whole()
         for path in sorted([*self.folder.glob("step-*"), *self.folder.glob(".tmp-step-*")]):
-            if not (path / MARKER).exists():
+            if path not in whole:
                 self._report(f"ignoring the unfinished checkpoint {path.name}")
         self.best = None
         for path in whole:
-            done = json.loads((path / MARKER).read_text(encoding="utf-8"))
+            done = _done(path)
+            assert done is not None
             accept_length = done["accept_length"]
             if accept_length is not None and (self.best is None or accept_length > self.best[1]):
                 self.best = (int(done["step"]), float(accept_length))
         return whole[-1] if whole else None
 
 
+def _done(folder: Path) -> dict[str, Any] | None:
+    """What the marker of a finished checkpoint says; None where it is missing, or was not written whole."""
+    try:
+        said = json.loads((folder / MARKER).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return said if isinstance(said, dict) and said.keys() >= {"step", "accept_length"} else None
+
+
+def finished(folder: Path) -> list[Path]:
+    """The finished checkpoints in `folder`, oldest first. Their files are not read."""
+    return sorted(p for p in folder.glob("step-*") if _done(p) is not None)
+
+
 def load(path: str | os.PathLike[str]) -> Snapshot:
-    """Read a finished checkpoint. Raises ForebayError if it is unfinished, pickled or damaged."""
+    """Read a finished checkpoint. Raises ForebayError if it is unfinished, pickled or damaged.
+
+    The error of a damaged one names the newest sound one beside it and the command that goes on from there.
+    """
     folder = Path(path)
     if not (folder / MARKER).is_file():
         pickled = [p.name for p in folder.glob("*") if p.suffix in {".bin", ".pt", ".pth", ".ckpt", ".pkl"}]
         why = f"it holds pickled files ({', '.join(pickled)}), which are never loaded" if pickled else "it has no DONE"
         raise ForebayError(f"{folder} is no finished checkpoint: {why}")
     try:
-        state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-        return Snapshot(
-            step=int(state["step"]),
-            drafter=load_file(str(folder / "drafter.safetensors")),
-            optimizer=load_file(str(folder / "optimizer.safetensors")),
-            state=state,
-            contract=json.loads((folder / "contract.json").read_text(encoding="utf-8")),
-        )
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise ForebayError(
-            f"checkpoint {folder} is damaged ({error}): delete it to go on from the one before"
-        ) from None
+        return _read(folder)
+    except DAMAGE as error:
+        raise ForebayError(f"checkpoint {folder} is damaged ({error}): {_way_on(folder)}") from None
+
+
+#: What reading a damaged checkpoint raises.
+DAMAGE = (OSError, ValueError, KeyError, TypeError, SafetensorError)
+
+
+def _read(folder: Path) -> Snapshot:
+    state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    return Snapshot(
+        step=int(state["step"]),
+        drafter=load_file(str(folder / "drafter.safetensors")),
+        optimizer=load_file(str(folder / "optimizer.safetensors")),
+        state=state,
+        contract=json.loads((folder / "contract.json").read_text(encoding="utf-8")),
+    )
+
+
+def _way_on(damaged: Path) -> str:
+    """The newest sound checkpoint of the run whose checkpoint `damaged` is, and how to go on from it."""
+    run, sound, newer = damaged.resolve().parent.parent, None, []
+    for path in reversed(finished(damaged.resolve().parent)):
+        try:
+            _read(path)
+        except DAMAGE:
+            newer.append(path)  # damaged, or newer than any sound one
+        else:
+            sound = path
+            break
+    remove = f"rm -r {shlex.join(map(str, newer))} && " if newer else ""
+    resume = f"{remove}forebay train --resume {shlex.quote(str(run))}"
+    if sound is None:
+        return f"no other checkpoint of the run is sound; start it from the beginning with\n  {resume}"
+    step = int(sound.name.removeprefix("step-"))
+    return f"the newest sound one is {sound.name}; go on from it with\n  {resume}\nor export it with --step {step}"

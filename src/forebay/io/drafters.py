@@ -21,6 +21,7 @@ from forebay.io import checkpoint
 from forebay.io.formats import StoredDrafter, read_drafter, write_drafter
 from forebay.io.formats.speculators import verifier_of
 from forebay.models.load import load_config
+from forebay.models.soundness import broken
 from forebay.models.spec import DrafterSpec, target_positions
 from forebay.models.vocabulary import kept_of
 
@@ -35,6 +36,7 @@ class FoundDrafter:
     architecture: str | None = None
     about: dict[str, Any] = field(default_factory=dict)
     extras: dict[str, Any] = field(default_factory=dict)
+    seed: int = 0  # of its random first weights; the default's where not stored
 
 
 def find_drafter(source: str | Path, *, step: str = "best", num_target_layers: int | None = None) -> FoundDrafter:
@@ -94,6 +96,7 @@ def _of_checkpoint(path: Path) -> FoundDrafter:
         contract.get("target.architecture"),
         about,
         extras,
+        int(contract.get("seed") or 0),
     )
 
 
@@ -113,10 +116,11 @@ def export_drafter(
 
     `target`: how engines find the target (default: the name that training knew it by). `head` `[V, H]`: the target's
     head, whose rows travel with a reduced vocabulary. `about`: more for the model card.
-    Raises UsageError where the drafter does not say how many positions its target has, and the target is not here.
+    Raises UsageError where the drafter does not say how many positions its target has, and the target is not here;
+    ContractError where a weight is not finite or a tensor all zero.
     """
     found = find_drafter(source, step=step)
-    drafter = reaching(found, _positions_at(target or found.target, gguf_file))
+    drafter = presentable(found, _positions_at(target or found.target, gguf_file))
     if drafter.vocabulary is not None and drafter.head is None and head is not None:
         if tuple(head.shape) != (drafter.spec.vocab_size, drafter.spec.hidden_size):
             raise ContractError(
@@ -145,12 +149,21 @@ def import_drafter(
     Tensors stay bit-identical, and so does the configuration of a z-lab folder that says at least these positions.
     """
     found = find_drafter(source, num_target_layers=num_target_layers)
-    return write_drafter(out, reaching(found, max_positions), "zlab", target=found.target)
+    return write_drafter(out, presentable(found, max_positions), "zlab", target=found.target)
 
 
-def reaching(found: FoundDrafter, positions: int) -> StoredDrafter:
-    """The drafter found, for contexts of at least `positions` tokens. UsageError: neither it nor the caller knows."""
-    spec = found.drafter.spec
+def presentable(found: FoundDrafter, positions: int) -> StoredDrafter:
+    """The drafter found, for contexts of at least `positions` tokens, if an engine can do something with its weights.
+
+    Raises UsageError (neither it nor the caller knows the positions) or ContractError (broken weights, by name).
+    """
+    spec, wrong = found.drafter.spec, broken(found.drafter.tensors)
+    if wrong:
+        first = next(iter(wrong))
+        raise ContractError(
+            f"{found.source} holds {len(wrong)} broken tensors, first '{first}': {wrong[first]}; an engine would draft "
+            "noise: take another checkpoint of its run (--step N)"
+        )
     if not (positions or spec.max_positions):
         raise UsageError(
             f"{found.source} says that it was trained on at most {spec.trained_max_length} tokens, but not how many "

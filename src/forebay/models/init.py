@@ -7,7 +7,7 @@ drafters go through `io.formats`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -33,12 +33,18 @@ NORMS = ("input_layernorm", "post_attention_layernorm")
 @torch.no_grad()
 def init_random(drafter: Drafter, seed: int) -> None:
     """Matrices normal with deviation 0.02 in the order of their names; norms one."""
+    parameters = dict(drafter.named_parameters())
+    for parameter in parameters.values():
+        parameter.fill_(1.0)
+    for name, first in random_weights({n: p.shape for n, p in parameters.items() if p.ndim > 1}, seed):
+        parameters[name].copy_(first)
+
+
+def random_weights(shapes: Mapping[str, torch.Size], seed: int) -> Iterator[tuple[str, Tensor]]:
+    """(name, first weights) of each matrix, one at a time: a function of names, shapes and seed alone."""
     generator = torch.Generator().manual_seed(seed)
-    for _, parameter in sorted(drafter.named_parameters()):
-        if parameter.ndim == 1:
-            parameter.fill_(1.0)
-        else:
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * INIT_STD)
+    for name, shape in sorted(shapes.items()):
+        yield name, torch.randn(shape, generator=generator) * INIT_STD
 
 
 @torch.no_grad()
@@ -78,10 +84,20 @@ def init_from_target(
                 missed.append(name)
         if missed:
             notices.append(f"target layer {source} gives no {', '.join(missed)} of the drafter's shape: left random")
-    width = spec.target_hidden_size
-    if width == spec.hidden_size:
-        drafter.fc.weight.zero_()
-        drafter.fc.weight[:, -width:].copy_(torch.eye(width))
+    if spec.target_hidden_size == spec.hidden_size:
+        drafter.fc.weight.copy_(_last_features(drafter.fc.weight))
     if final_norm is not None:
         drafter.norm.weight.copy_(final_norm.float() + norm_offset)
     return notices
+
+
+def _last_features(fc: Tensor) -> Tensor:
+    """Weights `[H, K*H]` that pass on the last captured layer's features, in the dtype of `fc`."""
+    last = torch.zeros_like(fc)
+    last[:, -fc.shape[0] :] = torch.eye(fc.shape[0])
+    return last
+
+
+def passes_last_features(fc: Tensor) -> bool:
+    """Whether `fc` `[H, K*Ht]` still is what `init_from_target` starts it as."""
+    return fc.shape[1] % fc.shape[0] == 0 and torch.equal(fc, _last_features(fc))
