@@ -69,13 +69,17 @@ def prepare(
 
 def plan(config: RunConfig) -> dict[str, Any]:
     """What an epoch of this run would be: jobs, padding, fills, mixing r, bytes. Loads no weights."""
-    from forebay.models.facts import default_layer_ids
+    from forebay.models.facts import default_layer_ids, layers_notice
     from forebay.models.load import load_config
     from forebay.runtime.preparation import description
 
     text = load_config(config.target)
-    ids = config.target.layer_ids or default_layer_ids(text.num_hidden_layers, config.target.captured_layers)
-    return description(config, text, ids)
+    layers = text.num_hidden_layers
+    ids = config.target.layer_ids or default_layer_ids(layers, config.target.captured_layers)
+    described = description(config, text, ids)
+    if notice := layers_notice(config.target, ids, layers):
+        described["warnings"].append(notice)
+    return described
 
 
 def plan_text(d: dict[str, Any]) -> str:

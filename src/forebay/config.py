@@ -47,7 +47,9 @@ class TargetConfig(Section):
     layer_ids: tuple[int, ...] | None = Field(
         None, description="0-based captured layers; null: evenly spaced (DFLASH.md)"
     )
-    captured_layers: int = Field(5, ge=1, description="how many layers to capture when layer_ids is null")
+    captured_layers: int | None = Field(
+        None, ge=1, description="how many layers to capture when layer_ids is null; null: 5, or what a small target has"
+    )
     allow_last_layer: bool = Field(False, description="allow capturing the last layer (before the final norm)")
     self_test: bool = Field(True, description="compare captured states with a plain forward at start")
 

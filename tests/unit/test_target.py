@@ -14,7 +14,7 @@ from forebay.config import TargetConfig
 from forebay.errors import ConfigError, DataError, TargetError, UsageError
 from forebay.models import load
 from forebay.models.checks import Packed
-from forebay.models.facts import check_layer_ids, default_layer_ids
+from forebay.models.facts import check_layer_ids, default_layer_ids, layers_notice
 from forebay.models.load import load_model, load_tokenizer, locate, measure_dtypes
 from forebay.models.target import Target
 from tiny import LAYER_IDS, save_tiny_target, tiny_target, toy_tokenizer
@@ -32,6 +32,23 @@ def constant_layers(model):
 @pytest.mark.parametrize(("layers", "ids"), [(36, (1, 9, 17, 25, 33)), (30, (1, 8, 14, 20, 27))])
 def test_default_layer_ids_are_those_of_released_drafters(layers, ids):
     assert default_layer_ids(layers) == ids
+
+
+@pytest.mark.parametrize(
+    ("layers", "ids"), [(2, (0,)), (3, (1,)), (4, (2,)), (5, (1, 2)), (6, (1, 2, 3)), (8, (1, 2, 3, 4, 5))]
+)
+def test_the_default_fits_a_small_target_and_says_so(layers, ids, tmp_path):
+    target = Target.load(TargetConfig(model=str(save_tiny_target(tmp_path / "t", num_hidden_layers=layers))))
+    assert target.layer_ids == default_layer_ids(layers) == ids
+    notice = layers_notice(TargetConfig(model="t"), ids, layers)
+    assert notice is None if len(ids) == 5 else f"has {layers} layers: {len(ids)} of them are captured" in notice
+    assert layers_notice(TargetConfig(model="t", captured_layers=1), (1,), layers) is None
+
+
+def test_a_target_of_one_layer_has_none_to_capture(tmp_path):
+    folder = save_tiny_target(tmp_path / "t", num_hidden_layers=1)
+    with pytest.raises(ConfigError, match=r"layer 0 is the last.*allow_last_layer"):
+        Target.load(TargetConfig(model=str(folder)))
 
 
 def test_default_layer_ids_of_one_and_of_too_many_layers():

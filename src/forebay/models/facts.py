@@ -15,11 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from forebay.config import TargetConfig
 from forebay.errors import ConfigError, TargetError
 from forebay.models.load import decoder_and_layers, text_config
 
 NORM_NAMES = ("norm", "final_layernorm", "final_norm", "norm_f", "ln_f", "final_layer_norm", "embedding_norm")
 PROBE_TOKENS = 8
+CAPTURED = 5  # layers, where nothing else is asked for
 
 
 @dataclass(frozen=True)
@@ -63,14 +65,17 @@ class TargetFacts:
         }
 
 
-def default_layer_ids(num_layers: int, count: int = 5) -> tuple[int, ...]:
-    """Evenly spaced from layer 1 to layer L - 3; a single one is L // 2 (DFLASH.md).
+def default_layer_ids(num_layers: int, count: int | None = None) -> tuple[int, ...]:
+    """Evenly spaced from layer 1 to layer L - 3; a single one is L // 2 (DFLASH.md), but never the last.
 
+    `count` None: `CAPTURED`, or as many as there are in a target with fewer.
     Raises ConfigError where `count` different layers do not fit.
     """
-    if count == 1:
-        return (num_layers // 2,)
     first, last = 1, num_layers - 3
+    if count is None:
+        count = max(1, min(CAPTURED, last))
+    if count == 1:
+        return (max(0, min(num_layers // 2, num_layers - 2)),)
     ids = tuple(round(first + i * (last - first) / (count - 1)) for i in range(count))
     if last - first + 1 < count or len(set(ids)) != count:
         raise ConfigError(
@@ -78,6 +83,16 @@ def default_layer_ids(num_layers: int, count: int = 5) -> tuple[int, ...]:
             f"lower target.captured_layers to {max(1, last)} or set target.layer_ids"
         )
     return ids
+
+
+def layers_notice(config: TargetConfig, ids: Sequence[int], num_layers: int) -> str | None:
+    """What to say of layers that nobody chose where the target is too small for the usual number of them."""
+    if config.layer_ids is not None or config.captured_layers is not None or len(ids) >= CAPTURED:
+        return None
+    return (
+        f"the target has {num_layers} layers: {len(ids)} of them are captured, {list(ids)}, instead of {CAPTURED} "
+        "(target.captured_layers or target.layer_ids choose others)"
+    )
 
 
 def check_layer_ids(layer_ids: Sequence[int], num_layers: int, allow_last: bool = False) -> tuple[int, ...]:

@@ -22,6 +22,7 @@ from forebay.io.formats import read_drafter
 from forebay.io.formats.folder import StoredDrafter
 from forebay.models.checks import self_test
 from forebay.models.drafter import Drafter
+from forebay.models.facts import layers_notice
 from forebay.models.init import init_from_target, init_random
 from forebay.models.load import DTYPES, auto_dtype, check_device, load_tokenizer
 from forebay.models.mask_token import choose_mask_token, token_counts
@@ -70,6 +71,8 @@ class Assembly:
             config = config.model_copy(update={"dtype": dtypes["target"].removeprefix("torch.")})
         self.target = Target.load(config, runtime.targets[0])
         same = config.model_copy(update={"dtype": str(self.target.dtype).removeprefix("torch.")})
+        if notice := layers_notice(config, self.target.layer_ids, self.target.facts.num_layers):
+            self.say(notice)
         self.targets = [self.target, *(Target.load(same, device) for device in runtime.targets[1:])]
         if self.config.target.self_test:
             cosine = min(self_test(self.target).values())
