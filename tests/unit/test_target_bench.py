@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 
+from forebay import cli
 from forebay.bench.target import job_like, main, padded_batches, plain_forward
 from forebay.errors import UsageError
 from forebay.models.target import Target
@@ -31,3 +32,23 @@ def test_the_command_prints_the_promised_keys(tmp_path, capsys):
         assert figures[key] > 0
     with pytest.raises(UsageError, match="must be at least 1"):
         main(["--model", str(folder), "--rounds", "0"])
+
+
+@pytest.mark.parametrize(
+    ("subject", "name"), [("target", "target"), ("pipeline", "config.yaml"), ("designs", "config.yaml")]
+)
+def test_without_arguments_the_demos_run_is_measured_or_how_to_make_it_said(
+    tmp_path, monkeypatch, capsys, subject, name
+):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["bench", subject]) == 2
+    assert f"no runs/demo/{name} of the demo's run here: make it with `make demo`" in capsys.readouterr().err
+    if subject == "target":
+        save_tiny_target(tmp_path / "runs/demo/target", num_hidden_layers=4)
+        main(["--dtype", "float32", "--tokens", "64", "--mean", "20", "--rounds", "1", "--json"])
+        assert json.loads(capsys.readouterr().out)["model"] == "target"
+    else:
+        (tmp_path / "runs/demo").mkdir(parents=True)
+        (tmp_path / "runs/demo/config.yaml").write_text("run_dir: runs/demo\ntarget: {model: gone}\ndata: {store: s}\n")
+        assert cli.main(["bench", subject, "optim.lr=1e-3"]) == 1
+        assert "forebay bench: s" in capsys.readouterr().err  # that run, with its override, was taken: it has no store

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 from forebay import config as configuration
+from forebay.bench import given_run, takes_run
 from forebay.config import RunConfig
 from forebay.data.pack import anchor_counts, pack_item
 from forebay.data.store import INDEX, Rows, StoreWriter, TokenStore
@@ -258,8 +259,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 def main(argv: Sequence[str]) -> list[dict[str, Any]]:
     """`forebay bench designs`."""
     p = argparse.ArgumentParser(prog="forebay bench designs", description=(__doc__ or "").split("\n\n")[0])
-    p.add_argument("file", help="a run's YAML file; its run_dir is not touched")
-    p.add_argument("overrides", nargs="*", metavar="key=value")
+    takes_run(p)
     p.add_argument("--seeds", type=int, default=3, help="runs of each variant, with the run's seed and those after it")
     p.add_argument("--steps", type=int, help="about so many steps each, on a sample of the rows (default: the run's)")
     p.add_argument(
@@ -267,6 +267,7 @@ def main(argv: Sequence[str]) -> list[dict[str, Any]]:
     )
     p.add_argument("--json", action="store_true", help="a list of rows instead of a table")
     args = p.parse_intermixed_args(argv)
+    given_run(args)
     base = configuration.load(args.file, args.overrides)
     variants = reuse_variants(args.reuse, base.optim.epochs) if args.reuse else DESIGNS
     rows = compare(base, variants, args.seeds, args.steps)

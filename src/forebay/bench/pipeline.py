@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from forebay import config as configuration
+from forebay.bench import given_run, takes_run
 from forebay.observe.clock import WorkerClock
 from forebay.observe.console import say
 from forebay.runtime.local import LocalRuntime
@@ -31,8 +32,7 @@ Seconds = tuple[float, float]  # wall, CPU
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="forebay bench pipeline", description=__doc__.splitlines()[0])
-    p.add_argument("file", help="a run's YAML file; its run_dir is not touched")
-    p.add_argument("overrides", nargs="*", metavar="key=value")
+    takes_run(p)
     p.add_argument("--jobs", type=int, default=40, help="jobs of one measurement")
     p.add_argument("--rounds", type=int, default=3)
     p.add_argument("--json", action="store_true")
@@ -169,6 +169,7 @@ def bench_pipeline(args: argparse.Namespace) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     args = parser().parse_args(argv)
+    given_run(args)
     result = bench_pipeline(args)
     print(json.dumps(result, indent=None if args.json else 1))
     return result

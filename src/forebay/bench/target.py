@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from forebay.bench import of_the_demo
 from forebay.config import TargetConfig
 from forebay.cost.flops import TargetShape, target_flops_per_token
 from forebay.errors import UsageError
@@ -139,7 +140,7 @@ def parser() -> argparse.ArgumentParser:
         description="Capture against a plain and a truncated forward.",
         epilog="example: forebay bench target --model ./my-model --dtype bfloat16 --json",
     )
-    p.add_argument("--model", required=True, help="folder of the target, or its GGUF file")
+    p.add_argument("--model", help="folder of the target, or its GGUF file (default: the demo's)")
     p.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
     p.add_argument("--device", default="cpu")
     p.add_argument("--tokens", type=int, default=2048, help="token budget of a job")
@@ -158,7 +159,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     if min(a.tokens, a.mean, a.splits, a.rounds) < 1:
         raise UsageError("--tokens, --mean, --splits and --rounds must be at least 1")
     figures = bench_target(
-        TargetConfig(model=a.model, dtype=a.dtype),
+        TargetConfig(model=a.model or of_the_demo("target", "--model DIR"), dtype=a.dtype),
         device=a.device,
         tokens=a.tokens,
         mean=a.mean,
