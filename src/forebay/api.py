@@ -196,12 +196,16 @@ def evaluate(
     seed: int = 0,
     speed: bool = True,
     step: str = "best",
+    dtype: str = "float32",
 ) -> dict[str, Any]:
     """Accept length, acceptance by position, equality with the target's greedy text (fp32), speed of both.
 
     `drafter`: an exported folder, a checkpoint, or a run (its `step`: "best", "last" or a number). The speeds
-    are measured in the faster dtype, one prompt at a time, on the first four prompts.
+    are measured in the faster dtype, one prompt at a time, on the first four prompts. `dtype` auto measures
+    accept length in the faster one too, for many or long answers; equality is judged in fp32 only.
     """
+    import torch
+
     from forebay.decode.check import check_contract
     from forebay.decode.evaluate import evaluate as run
     from forebay.decode.evaluate import measure_speed
@@ -213,12 +217,15 @@ def evaluate(
     ids = prompts_of(load_tokenizer(where), store, prompts, limit)
     model = load_model(where)
     check_contract(served.config, model, str(target))
+    faster = auto_dtype(model) if speed or dtype == "auto" else torch.float32
+    quick = load_drafter(drafter, step=step, dtype=faster)
+    if dtype == "auto":
+        cast(model, faster)
+        served = quick
     options = {"max_new_tokens": max_new_tokens, "batch_size": batch_size, "temperature": temperature, "seed": seed}
     report, _ = run(model, served, ids, **options)
     if speed:
-        faster = auto_dtype(model)
         cast(model, faster)
-        quick = load_drafter(drafter, step=step, dtype=faster)
         report.target_tokens_per_s, report.speculative_tokens_per_s = measure_speed(
             model, quick, ids[:4], max_new_tokens=max_new_tokens
         )

@@ -154,6 +154,12 @@ def build_parser() -> Parser:
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--step", metavar="best|last|N", default="best", help="which checkpoint of a run")
     p.add_argument("--no-speed", action="store_true", help="leave out the speed measurement")
+    p.add_argument(
+        "--dtype",
+        choices=["float32", "auto"],
+        default="float32",
+        help="auto: the faster one, for long answers; equality of the text is judged in float32 only",
+    )
     p.add_argument("--json", action="store_true")
 
     p = _command(commands, "export", "write a drafter for an engine", _export)
@@ -318,6 +324,7 @@ def _eval(a: argparse.Namespace) -> None:
         seed=a.seed,
         speed=not a.no_speed,
         step=a.step,
+        dtype=a.dtype,
     )
     _out(report, a.json)
 

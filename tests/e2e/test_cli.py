@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from forebay import config
 from forebay.cli import EXAMPLES, build_parser, main
@@ -23,7 +24,7 @@ def run(capsys, *argv):
     return code, out.out, out.err
 
 
-def test_the_whole_way_from_conversations_to_an_engine(world, tmp_path, capsys, configuration):
+def test_the_whole_way_from_conversations_to_an_engine(world, tmp_path, capsys, configuration, monkeypatch):
     """C107: prepare, plan, train, status, eval, export, import, check; no CUDA, no engine."""
     target, store, folder = world / "target", tmp_path / "store", tmp_path / "run"
     prepare = [
@@ -59,6 +60,13 @@ def test_the_whole_way_from_conversations_to_an_engine(world, tmp_path, capsys, 
     assert code == 0 and found.keys() >= {*keys.split(), "target_tokens_per_s", "speculative_tokens_per_s"}
     assert found["identical_to_target"] is True
     assert found["accept_length"] == pytest.approx(1 + sum(found["acceptance_by_position"]))  # C101
+
+    with monkeypatch.context() as here:
+        here.setattr("forebay.models.load.auto_dtype", lambda model: torch.bfloat16)
+        code, out, _ = run(
+            capsys, "eval", folder, *where, "--limit", 2, "--max-new-tokens", 4, "--dtype", "auto", "--json"
+        )
+    assert code == 0 and json.loads(out)["identical_to_target"] is None  # judged in fp32 only
 
     longest = TokenStore.open(store / "train").lengths.max()
     for layout in ("zlab", "speculators"):
