@@ -209,7 +209,6 @@ class OptimConfig(Section):
 
 class RuntimeConfig(Section):
     kind: Literal["local"] = "local"
-    tensorboard: bool = Field(False, description="write the metrics for TensorBoard too (needs its package)")
     targets: tuple[str, ...] = ("cpu",)
     drafters: tuple[str, ...] = ("cpu",)
     device_sharing: Literal["auto", "alternate", "split"] = Field(
@@ -236,6 +235,11 @@ class RuntimeConfig(Section):
         if not value:
             raise ValueError("at least one device is needed, e.g. [cpu] or [cuda:0]")
         return value
+
+
+class ProfileConfig(Section):
+    start: int = Field(ge=1, description="the first step that is traced; a few after the first are warm")
+    steps: int = Field(4, ge=1, le=100, description="how many")
 
 
 class EvalConfig(Section):
@@ -321,7 +325,23 @@ class RunConfig(Section):
     runtime: RuntimeConfig = RuntimeConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    loggers: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio", "prometheus"], ...] = Field(
+        (), description="trackers that get the metrics too, each with its own package"
+    )
+    prometheus_port: int = Field(9464, ge=0, le=65535, description="on loopback; 0: any that is free, which is said")
+    profile: ProfileConfig | None = Field(None, description="trace some steps into RUN/profile")
     faults: tuple[Fault, ...] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _older(cls, values: Any) -> Any:
+        """`runtime.tensorboard` of runs that began before there were other loggers."""
+        runtime = values.get("runtime") if isinstance(values, dict) else None
+        if isinstance(runtime, dict) and isinstance(runtime.get("tensorboard"), bool):
+            runtime = dict(runtime)
+            loggers = ["tensorboard"] if runtime.pop("tensorboard") else []
+            values = {**values, "runtime": runtime, "loggers": [*values.get("loggers", ()), *loggers]}
+        return values
 
     @model_validator(mode="after")
     def _check(self) -> RunConfig:
@@ -345,6 +365,9 @@ MAY_CHANGE_ON_RESUME = frozenset(
         "checkpoint",
         "eval",
         "faults",
+        "loggers",
+        "prometheus_port",
+        "profile",
         "buffer.bytes",
         "target.model",
         "target.self_test",

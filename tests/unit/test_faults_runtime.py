@@ -343,7 +343,7 @@ class Toy:
 
 
 def toy_item(key):
-    job = SimpleNamespace(real_tokens=1, epoch=key[0], id=key[1])
+    job = SimpleNamespace(real_tokens=1, bucket=0, epoch=key[0], id=key[1])
     batch = SimpleNamespace(job=job, weight_sum=1.0, n_slots=1)
     batch.use = lambda number: batch
     return Item(batch, None)

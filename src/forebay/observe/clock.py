@@ -38,6 +38,21 @@ class WorkerClock:
         self.busy_s = 0.0
         self.wait_s: dict[str, float] = defaultdict(float)
         self.open: tuple[str, float] | None = None  # (what for, since), monotonic seconds
+        self.jobs = 0  # done, with so many real tokens
+        self.tokens = 0
+
+    def did(self, tokens: int) -> None:
+        """A job is done."""
+        self.jobs += 1
+        self.tokens += tokens
+
+    def report(self, token_budget: int) -> dict[str, object]:
+        """`busy_s`, `wait_s` by reason; of a worker that does jobs also `jobs` and their mean `fill` of the budget."""
+        waits = {reason: round(seconds, 3) for reason, seconds in list(self.wait_s.items())}
+        out: dict[str, object] = {"busy_s": round(self.busy_s, 3), "wait_s": waits}
+        if self.jobs:
+            out |= {"jobs": self.jobs, "fill": round(self.tokens / (self.jobs * token_budget), 4)}
+        return out
 
     @contextlib.contextmanager
     def busy(self) -> Iterator[None]:

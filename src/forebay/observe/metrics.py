@@ -1,4 +1,4 @@
-"""Metrics of a run: one JSON object a line in `metrics.jsonl`, and TensorBoard where asked for and installed.
+"""Metrics of a run: one JSON object a line in `metrics.jsonl`, and the same to trackers; fields: `observe.schema`.
 
 Guarantees: every line carries its kind (`step`, `eval`, `note`), the optimizer step and seconds since the start. The
 file is the history of the weights: a resumed run cuts it to the size it had at the checkpoint, so that no step is in it
@@ -16,30 +16,22 @@ from pathlib import Path
 from typing import Any
 
 from forebay.errors import ForebayError
+from forebay.observe.trackers import Trackers
 
 
 class MetricsLog:
     """Appends metric lines to one file."""
 
-    def __init__(self, path: str | os.PathLike[str], tensorboard: bool = False, size: int = 0) -> None:
-        """`size`: what the file had (`self.size`) when the checkpoint that the run goes on from was taken."""
+    def __init__(self, path: str | os.PathLike[str], trackers: Trackers | None = None, size: int = 0) -> None:
+        """`trackers` get every line too. `size`: what the file had (`self.size`) when the checkpoint was taken that the
+        run goes on from."""
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.exists():
             self._cut(size)
         self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
         self._start = time.monotonic()
-        self._board: Any = None
-        if tensorboard:
-            try:
-                from torch.utils.tensorboard import SummaryWriter
-            except ImportError:
-                from forebay.errors import ConfigError
-
-                raise ConfigError(
-                    "runtime.tensorboard needs the package tensorboard: pip install tensorboard"
-                ) from None
-            self._board = SummaryWriter(str(self.path.parent / "tensorboard"))
+        self._trackers = trackers
 
     def _cut(self, size: int) -> None:
         with open(self.path, "r+b") as file:
@@ -69,16 +61,14 @@ class MetricsLog:
             self._file.flush()
         except OSError as error:
             raise ForebayError(f"{self.path} cannot be written ({error.strerror}): free space and resume") from None
-        if self._board is not None:
-            for name, value in values.items():
-                if isinstance(value, int | float):
-                    self._board.add_scalar(f"{kind}/{name}", value, step)
+        if self._trackers is not None:
+            self._trackers.write(kind, step, values)
 
     def close(self) -> None:
         with contextlib.suppress(OSError):  # a full disk: what is buffered belongs to a step that is taken again
             self._file.close()
-        if self._board is not None:
-            self._board.close()
+        if self._trackers is not None:
+            self._trackers.close()
 
 
 def read(path: str | os.PathLike[str], kind: str | None = None) -> list[dict[str, Any]]:

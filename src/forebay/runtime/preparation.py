@@ -97,6 +97,22 @@ class Preparation:
                 ) from None
         return plans
 
+    def facts(self, plan: EpochPlan, jobs: Sequence[int]) -> dict[str, Any]:
+        """Of a window of jobs: `supervised` tokens, room for slots, items by bucket, and what was full."""
+        each, real = [plan.job(job) for job in jobs], sum(int(plan.real[job]) for job in jobs)
+        counts = np.bincount(plan.buckets[list(jobs)], minlength=len(self.params.bucket_edges))
+        count, padded = max(1, len(jobs)), sum(job.padded_tokens for job in each)
+        anchors = sum(job.anchors for job in each)
+        return {
+            "slot_room": count * self.shape.slots,
+            "supervised": sum(int(self.train.supervised[list(job.rows)].sum()) for job in each),
+            "bucket_counts": counts.tolist(),
+            "distinct_buckets": int(np.count_nonzero(counts)),
+            "target_padding_share": round(1 - real / max(1, padded), 4),
+            "item_tail_share": round(1 - real / (count * self.shape.token_budget), 4),
+            "anchor_fill_share": round(anchors / (count * self.shape.anchors), 4),
+        }
+
     def mixing_warnings(self, plan: EpochPlan) -> list[str]:
         """Why windows of this plan will not be mixed, if they will not."""
         p = self.params

@@ -23,6 +23,7 @@ from forebay.flow.plan import EpochPlan
 from forebay.io import checkpoint
 from forebay.io.checkpoint import Checkpoints, Snapshot, write_text
 from forebay.observe.metrics import MetricsLog
+from forebay.observe.trackers import Trackers, check_installed
 from forebay.runtime.faults import Faults
 from forebay.runtime.preparation import Preparation
 
@@ -33,6 +34,7 @@ class Run:
     """One run, fresh or resumed (`saved`: the checkpoint that it goes on from)."""
 
     def __init__(self, config: RunConfig, resume: bool, faults: Faults, say: Callable[[str], None]) -> None:
+        check_installed(config.loggers)
         self.config, self.faults, self.say = config, faults, say
         self.folder = Path(config.run_dir)
         self.started = time.monotonic()
@@ -87,7 +89,9 @@ class Run:
     def open_log(self) -> None:
         """The metrics, cut to what they were at the checkpoint."""
         size = self.state.get("metrics_bytes", 0)
-        self.log = MetricsLog(self.folder / "metrics.jsonl", self.config.runtime.tensorboard, size=size)
+        values, names = self.config.model_dump(mode="json"), self.config.loggers
+        trackers = Trackers(names, self.folder, values, lambda text: self.say(text)) if names else None
+        self.log = MetricsLog(self.folder / "metrics.jsonl", trackers, size=size)
 
     def _lock(self) -> None:
         """The lock ends with the process, however it ends."""

@@ -13,10 +13,13 @@ from collections.abc import Callable
 from typing import Any
 
 from forebay.observe.clock import Clocks
+from forebay.observe.machine import memory
 from forebay.observe.metrics import MetricsLog
 from forebay.stages.train import Outcome
 
 OWN_WAITS = ("turn", "checkpoint")  # a drafter's waits that are not for data
+COUNTERS = ("requeues", "expired", "quarantined", "stale_puts", "skipped_steps", "epoch_passes")
+FROM_SUMS = ("accuracy", "accuracy_by_slot", "acceptance_by_slot", "uniform_accept_length")
 
 
 class StepLog:
@@ -29,13 +32,15 @@ class StepLog:
         *,
         every: int,
         total_steps: int,
-        supervised: Callable[[Any], int],
+        facts: Callable[[Any], dict[str, Any]],
+        token_budget: int,
         stats: Callable[[], dict[str, Any]],
         show: Callable[[str, int], None],
     ) -> None:
-        """`supervised`: supervised tokens of a window. `show(note, steps)`: for people, when lines are written."""
+        """`facts`: of a window, from the plan: `supervised` tokens, `slot_room`, and fields of the line.
+        `show(note, steps)`: for people, when lines are written."""
         self._log, self._clocks, self._every, self._total_steps = log, clocks, every, total_steps
-        self._supervised_of, self._stats, self._show = supervised, stats, show
+        self._facts, self._token_budget, self._stats, self._show = facts, token_budget, stats, show
         self._waiting: list[tuple[int, dict[str, Any], Outcome]] = []
         self._tokens = self._supervised = self._steps = 0
 
@@ -43,10 +48,13 @@ class StepLog:
         """Note a step that was taken (or not: `outcome.finite`); `step` is how many have been taken."""
         elapsed = max(1e-9, time.monotonic() - self._clocks.started)
         self._tokens += outcome.tokens
-        self._supervised += self._supervised_of(window)
+        facts = self._facts(window)
+        self._supervised += facts.pop("supervised")
+        slot_fill = outcome.slots / max(1, facts.pop("slot_room"))
         self._steps += outcome.finite
         waits = self._clocks.shares()["drafter"]["waits"]
         stats = self._stats()
+        epoch = next((m for m in stats["mixing"] if m["epoch"] == window.epoch), stats["mixing"][-1])
         line = {
             "t": self._log.seconds,
             "epoch": window.epoch,
@@ -62,7 +70,19 @@ class StepLog:
             "mixing_r": stats["last_window"]["r"],
             "occupancy": stats["last_window"]["occupancy"],
             "age_max": stats["last_window"]["age_max"],
+            "mixing_r_epoch": epoch["r"],
+            "age_p50": epoch["age_p50"],
+            "age_p99": epoch["age_p99"],
+            "forced_share": epoch["forced_share"],
+            "buffered_items": stats["occupancy"],
             "charged_bytes": stats["charged_bytes"],
+            "charged_share": round(stats["charged_bytes"] / stats["budget_bytes"], 4),
+            "jobs_by_state": stats["jobs"],
+            **{name: stats[name] for name in COUNTERS},
+            **facts,
+            "slot_fill_share": round(slot_fill, 4),
+            "workers": {w.name: w.report(self._token_budget) for w in self._clocks.workers if w.stage != "prefetch"},
+            **memory(),
         }
         self._waiting.append((step, line, outcome))
         if len(self._waiting) >= self._every or step >= self._total_steps:
@@ -73,7 +93,8 @@ class StepLog:
         waiting, self._waiting = self._waiting, []
         for step, line, outcome in waiting:
             line["loss"], line["grad_norm"] = outcome.loss, outcome.grad_norm
-            line["uniform_accept_length"] = outcome.sums.report()["uniform_accept_length"]
+            line["loss_by_bucket"] = outcome.loss_by_bucket
+            line |= {name: value for name, value in outcome.sums.report().items() if name in FROM_SUMS}
             self._log.write("step", step, line)
         if waiting:
             note = f"loss {line['loss']:.3f}  uniform accept {line['uniform_accept_length']:.2f}"

@@ -84,7 +84,8 @@ class Training:
             clocks,
             every=config.runtime.log_every or (1 if config.runtime.drafters[0] == "cpu" else 10),
             total_steps=run.total_steps,
-            supervised=self._supervised,
+            facts=self._facts,
+            token_budget=config.plan.token_budget,
             stats=flow.stats,
             show=self._show,
         )
@@ -151,9 +152,9 @@ class Training:
             note += f"  held-out accept length {self.heldout.evals[-1]['accept_length']:.3f}"
         self.bar.advance(note, steps)
 
-    def _supervised(self, window: Any) -> int:
-        plan, counts = self.run.plans[window.epoch], self.models.prepared.train.supervised
-        return sum(int(counts[list(plan.job(job).rows)].sum()) for job in window.jobs)
+    def _facts(self, window: Any) -> dict[str, Any]:
+        """What the plan says of a window: see `StepLog`."""
+        return self.run.prepared.facts(self.run.plans[window.epoch], window.jobs)
 
     def evaluate(self, when: str) -> None:
         self.steps.flush()

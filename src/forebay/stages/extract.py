@@ -34,4 +34,5 @@ def extract_loop(
         except Exception as error:  # noqa: BLE001 - the flow counts it and decides
             flow.job_failed(lease, error)
         else:
+            clock.did(item.batch.job.real_tokens)
             flow.put(lease, item)

@@ -102,6 +102,7 @@ class Outcome:
     sums: BlockSums
     tokens: int = 0
     slots: int = 0
+    items: tuple[tuple[int, float, torch.Tensor], ...] = ()  # of this process: bucket, weight sum, loss sum []
 
     @property
     def loss(self) -> float:
@@ -110,6 +111,16 @@ class Outcome:
     @property
     def grad_norm(self) -> float:
         return float(self.norm)
+
+    @property
+    def loss_by_bucket(self) -> dict[int, float]:
+        """Mean loss of the items of each bucket."""
+        weights: dict[int, float] = {}
+        losses: dict[int, float] = {}
+        for bucket, weight, loss in self.items:
+            weights[bucket] = weights.get(bucket, 0.0) + weight
+            losses[bucket] = losses.get(bucket, 0.0) + float(loss)
+        return {bucket: losses[bucket] / max(weights[bucket], 1e-30) for bucket in sorted(weights)}
 
 
 def _moved(sums: BlockSums, device: torch.device) -> BlockSums:
@@ -124,6 +135,7 @@ class DrafterStep:
         self.optim, self.total_steps = optim, total_steps
         self.taken = 0  # optimizer steps in the weights
         self.bad_in_a_row = 0
+        self._items: list[tuple[int, float, torch.Tensor]] = []
         lead = self.replicas[0].module
         self.parameters = [p for p in lead.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(
@@ -149,8 +161,10 @@ class DrafterStep:
         def run(replica: Replica, part: list[Any], own: WorkerClock) -> list[BlockSums]:
             sums = []
             while part:
+                batch = part[0].batch
                 with turn(own), own.busy():
                     sums.append(replica.micro_step(part[0], scale))
+                self._items.append((batch.job.bucket, batch.weight_sum, sums[-1].loss))
                 release(part.pop(0))
             return sums
 
@@ -179,6 +193,7 @@ class DrafterStep:
         """Train one window. A step with a non-finite gradient is not taken (`finite` False)."""
         tokens = sum(item.batch.job.real_tokens for part in parts for item in part)
         slots = sum(item.batch.n_slots for part in parts for item in part)
+        self._items = []
         weight_sum, sums = self.accumulate(parts, turn, clock, release)
         with turn(clock), clock.busy():
             norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.optim.clip, foreach=True)
@@ -194,7 +209,7 @@ class DrafterStep:
             finite = bool(sound)
         self.taken += finite
         self.bad_in_a_row = 0 if finite else self.bad_in_a_row + 1
-        return Outcome(finite, rate, weight_sum, norm, sums, tokens, slots)
+        return Outcome(finite, rate, weight_sum, norm, sums, tokens, slots, tuple(self._items))
 
     def _broadcast(self) -> None:
         with torch.no_grad():
