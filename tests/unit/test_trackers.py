@@ -91,10 +91,9 @@ def test_mlflow_gets_every_number_offline(tmp_path, monkeypatch):
     package("mlflow")
     from mlflow.tracking import MlflowClient
 
-    uri = (tmp_path / "elsewhere").as_uri()
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     assert logged("mlflow", tmp_path) == []
-    client = MlflowClient(uri)
+    client = MlflowClient((tmp_path / "mlflow").as_uri())
     [run] = client.search_runs([client.get_experiment_by_name("forebay").experiment_id])
     assert run.info.status == "FINISHED" and run.data.params["seed"] == "3"
     assert {k: v for k, v in run.data.metrics.items() if k != "step/loss"} == {

@@ -75,7 +75,11 @@ class MLflow:
     def __init__(self, folder: Path, config: Mapping[str, Any], say: Say) -> None:
         from mlflow.tracking import MlflowClient
 
-        self._client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI") or (folder / "mlflow").resolve().as_uri())
+        uri = os.environ.get("MLFLOW_TRACKING_URI")
+        if not uri:
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # a database needs more than the small client
+            uri = (folder / "mlflow").resolve().as_uri()
+        self._client = MlflowClient(uri)
         known = self._client.get_experiment_by_name("forebay")
         experiment = known.experiment_id if known else self._client.create_experiment("forebay")
         self._run = self._client.create_run(experiment, run_name=folder.name).info.run_id

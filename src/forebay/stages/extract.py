@@ -13,6 +13,7 @@ from typing import Any
 from forebay.errors import Stopped
 from forebay.observe.clock import WorkerClock
 from forebay.stages.flow import Prepare, TargetFlow
+from forebay.stages.item import Item
 
 
 def extract_loop(
@@ -34,5 +35,5 @@ def extract_loop(
         except Exception as error:  # noqa: BLE001 - the flow counts it and decides
             flow.job_failed(lease, error)
         else:
-            clock.did(item.batch.job.real_tokens)
+            clock.did(item.batch.job.real_tokens if isinstance(item, Item) else 0)  # a simulated item has no tokens
             flow.put(lease, item)
